@@ -1,0 +1,256 @@
+"""What a caller says about a group and a handle: enums and frozen configs, checked once, with a sentence.
+
+Names and numbers are those of NVIDIA's ``nccl.ep`` 0.1 (``reference``: its header ``nccl_ep.h``), so that a program written for it
+keeps its meaning. Nothing here touches a device, torch or numba.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "AUTO",
+    "Algorithm",
+    "CombineConfig",
+    "CombineQuant",
+    "DispatchConfig",
+    "DispatchQuant",
+    "ExpertIdKind",
+    "GroupConfig",
+    "HandleConfig",
+    "Layout",
+    "OverflowPolicy",
+    "PassDir",
+    "TokenType",
+    "ZeroCopyMode",
+]
+
+AUTO = 0
+"""Value of an integer field that the library is to choose."""
+
+MAX_TOPK = 32
+DEFAULT_TIMEOUT_NS = 100_000_000_000
+ROW_ALIGNMENT = 16
+"""Bytes: every row is a whole number of 16-byte vectors."""
+
+
+class Algorithm(enum.IntEnum):
+    """Latency-bound decoding or bandwidth-bound training and prefill; fixed for a group."""
+
+    LOW_LATENCY = 0
+    HIGH_THROUGHPUT = 1
+
+
+class Layout(enum.IntEnum):
+    """Order of received rows. (The byte plan of a window is the memory map, never "layout".)"""
+
+    UNSET = 0
+    EXPERT_MAJOR = 1
+    """LL: ``[num_local_experts, num_ranks * max_dispatch_tokens_per_rank, hidden]``; HT: zones of a 2-D tensor."""
+    RANK_MAJOR = 2
+    """LL: ``[num_ranks, max_dispatch_tokens_per_rank, hidden]``."""
+    FLAT = 3
+    """HT: ``[num_recv_tokens, hidden]``, one row per (token, destination rank)."""
+
+
+class PassDir(enum.IntEnum):
+    """Forward or backward; backward exists in HT only."""
+
+    FWD = 0
+    BWD = 1
+
+
+class ZeroCopyMode(enum.IntEnum):
+    """Whether user windows are used when given (AUTO), never (OFF), or must be given (ON)."""
+
+    AUTO = 0
+    OFF = 1
+    ON = 2
+
+
+class OverflowPolicy(enum.IntEnum):
+    """HT with a fixed budget: what happens to rows beyond it. AUTO means TRAP."""
+
+    AUTO = 0
+    TRAP = 1
+    DROP = 2
+
+
+class ExpertIdKind(enum.IntEnum):
+    """Numbering of received expert ids. AUTO means LOCAL."""
+
+    AUTO = 0
+    LOCAL = 1
+    GLOBAL = 2
+
+
+class DispatchQuant(enum.IntEnum):
+    """What dispatch does to a row: nothing, carry bytes and scales, or quantise bf16 to E4M3 with a scale per 128 columns."""
+
+    NONE = 0
+    FWD = 1
+    DS_FP8E3M4 = 2
+
+
+class CombineQuant(enum.IntEnum):
+    """What combine does to a row on the wire."""
+
+    NONE = 0
+    NVFP4 = 1
+
+
+class TokenType(enum.IntEnum):
+    """Element type of token rows, as the kernels number it."""
+
+    BF16 = 0
+    FP16 = 1
+    FP32 = 2
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is TokenType.FP32 else 2
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, argument: str = "dtype") -> TokenType:
+        """The token type of a torch dtype; ``TypeError`` names the argument and what is supported."""
+        found = {"torch.bfloat16": cls.BF16, "torch.float16": cls.FP16, "torch.float32": cls.FP32}.get(str(dtype))
+        if found is None:
+            raise TypeError(f"{argument} must be torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
+        return found
+
+    def torch_dtype(self) -> torch.dtype:
+        """The torch dtype of this token type."""
+        import torch
+
+        return (torch.bfloat16, torch.float16, torch.float32)[self]
+
+
+def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """``TypeError`` or ``ValueError`` unless `value` is an int in [least, most]."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}: {value!r}")
+    if value < least or (most is not None and value > most):
+        span = f"at least {least}" if most is None else f"in [{least}, {most}]"
+        raise ValueError(f"{name} must be {span}, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupConfig:
+    """Everything the ranks of a group must agree on.
+
+    Attributes:
+        num_experts: experts over all ranks, a multiple of the number of ranks; expert ``e`` lives on rank ``e // (E / R)``.
+        max_dispatch_tokens_per_rank: most tokens a rank feeds into one dispatch; the same on all ranks.
+        hidden: elements of a token row. ``hidden * itemsize`` must be a multiple of 16 bytes.
+        dtype: torch dtype of token rows: bfloat16, float16 or float32.
+        num_topk: most experts per token of any handle, 1 to 32.
+        algorithm: LOW_LATENCY or HIGH_THROUGHPUT.
+        max_recv_tokens_per_rank: HT budget of received rows; AUTO sizes by query. LL ignores it.
+        max_num_sms: most streaming multiprocessors one operation may use; AUTO takes this rank's share of its GPU.
+        num_slots: payload slots of the symmetric window, i.e. how many dispatches may be live at once.
+        timeout_ns: nanoseconds a device-side wait may last; AUTO is 100 s, as in the reference.
+        checked: look at expert ids on the host before a dispatch (costs a host synchronisation) and raise if one is >= num_experts.
+        max_token_bytes: `nccl.ep`'s way to give the row size; if set it must be at least ``hidden * itemsize``.
+    """
+
+    num_experts: int
+    max_dispatch_tokens_per_rank: int
+    hidden: int
+    dtype: Any = None
+    num_topk: int = 8
+    algorithm: Algorithm = Algorithm.LOW_LATENCY
+    max_recv_tokens_per_rank: int = AUTO
+    max_num_sms: int = AUTO
+    num_slots: int = 1
+    timeout_ns: int = AUTO
+    checked: bool = False
+    max_token_bytes: int = AUTO
+
+    def __post_init__(self) -> None:
+        _whole("num_experts", self.num_experts, 1, 1 << 16)
+        _whole("max_dispatch_tokens_per_rank", self.max_dispatch_tokens_per_rank, 1, 1 << 20)
+        _whole("hidden", self.hidden, 1, 1 << 20)
+        _whole("num_topk", self.num_topk, 1, MAX_TOPK)
+        _whole("max_recv_tokens_per_rank", self.max_recv_tokens_per_rank, 0)
+        _whole("max_num_sms", self.max_num_sms, 0)
+        _whole("num_slots", self.num_slots, 1, 64)
+        _whole("timeout_ns", self.timeout_ns, 0, 1 << 62)
+        _whole("max_token_bytes", self.max_token_bytes, 0)
+        object.__setattr__(self, "algorithm", Algorithm(self.algorithm))
+        if self.num_topk > self.num_experts:
+            raise ValueError(f"num_topk must be at most num_experts = {self.num_experts}, got {self.num_topk}")
+        if self.row_bytes % ROW_ALIGNMENT:
+            raise ValueError(
+                f"hidden must make rows of a multiple of {ROW_ALIGNMENT} bytes, got {self.hidden} x {self.token_type.itemsize} "
+                f"= {self.row_bytes} bytes"
+            )
+        if self.max_token_bytes and self.max_token_bytes < self.row_bytes:
+            raise ValueError(f"max_token_bytes must be at least one row, {self.row_bytes} bytes, got {self.max_token_bytes}")
+
+    @property
+    def token_type(self) -> TokenType:
+        """Element type of rows; bfloat16 unless given."""
+        return TokenType.BF16 if self.dtype is None else TokenType.of(self.dtype, "GroupConfig.dtype")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token row."""
+        return self.hidden * self.token_type.itemsize
+
+    @property
+    def wait_ns(self) -> int:
+        """Nanoseconds a device-side wait may last."""
+        return self.timeout_ns or DEFAULT_TIMEOUT_NS
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """``ValueError`` unless the experts divide evenly over `num_ranks`."""
+        if self.num_experts % num_ranks:
+            raise ValueError(f"num_experts must be a multiple of the number of ranks: {self.num_experts} over {num_ranks}")
+
+    def agreed_fields(self) -> dict[str, str]:
+        """What must be equal on all ranks, as text, for the check at group creation."""
+        local = {"max_num_sms", "timeout_ns", "checked"}
+        fields = {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in local}
+        return fields | {"dtype": self.token_type.name}
+
+
+@dataclasses.dataclass(frozen=True)
+class HandleConfig:
+    """Per-handle choices.
+
+    Attributes:
+        dispatch_output_per_expert_alignment: HT EXPERT_MAJOR zones are padded to a multiple of this power of two; 0 and 1 mean none.
+    """
+
+    dispatch_output_per_expert_alignment: int = 0
+
+    def __post_init__(self) -> None:
+        a = self.dispatch_output_per_expert_alignment
+        _whole("dispatch_output_per_expert_alignment", a, 0)
+        if a & (a - 1):
+            raise ValueError(f"dispatch_output_per_expert_alignment must be 0 or a power of two, got {a}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchConfig:
+    """Per-call choices of dispatch, as in `nccl.ep`."""
+
+    send_only: bool = False
+    round_scales: bool = False
+    pass_direction: PassDir = PassDir.FWD
+    quant_recipe: DispatchQuant = DispatchQuant.NONE
+
+
+@dataclasses.dataclass(frozen=True)
+class CombineConfig:
+    """Per-call choices of combine, as in `nccl.ep`."""
+
+    send_only: bool = False
+    pass_direction: PassDir = PassDir.FWD
+    quant_recipe: CombineQuant = CombineQuant.NONE

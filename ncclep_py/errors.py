@@ -1,0 +1,146 @@
+"""Exceptions of operations, and the record by which a device tells its host what went wrong.
+
+A device writes at most one record (`memory_map.RECORD_FIELDS`) into host memory and goes on; the host raises it at the next call on the group or
+at ``Group.check()``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+from ncclep_py.memory_map import RECORD_FIELDS
+from ncclep_py.signature import Signature
+
+__all__ = [
+    "Code",
+    "EpClosedError",
+    "EpError",
+    "EpMismatchError",
+    "EpOverflowError",
+    "EpPeerError",
+    "EpRefusedError",
+    "EpStaleError",
+    "EpTimeoutError",
+    "ErrorRecord",
+    "Phase",
+    "Status",
+]
+
+
+class Status(enum.IntEnum):
+    """Status of a HEAD or ARRIVED word, bits 24 to 31; the low 24 bits are its detail."""
+
+    GO = 0
+    REFUSED = 1
+    ABORT = 2
+
+
+class Code(enum.IntEnum):
+    """Why an operation failed on a rank."""
+
+    TIMEOUT = 1
+    ABORTED = 2
+    REFUSED = 3
+    MISMATCH = 4
+    LEFT_BEHIND = 5
+    OVERFLOW = 6
+    STALE_SLOT = 7
+
+
+SPREADS = (Code.TIMEOUT, Code.ABORTED, Code.LEFT_BEHIND)
+"""Codes a rank must tell its peers; every rank sees the others itself."""
+
+
+class Phase(enum.IntEnum):
+    """Where in an operation."""
+
+    HEAD = 1
+    COUNTS = 2
+    ROWS = 3
+    ARRIVED = 4
+    SLOT = 5
+
+
+class EpError(RuntimeError):
+    """Base of all errors of a running operation."""
+
+
+class EpTimeoutError(EpError):
+    """A rank did not come in time.
+
+    Attributes:
+        rank: the rank that raises.
+        peer: whom it waited for.
+        culprit: the first rank that somebody gave up on.
+        phase: `Phase`.
+        epoch: epoch of the operation.
+    """
+
+    def __init__(self, message: str, record: ErrorRecord) -> None:
+        super().__init__(message)
+        self.rank, self.peer, self.culprit = record.rank, record.peer, record.culprit
+        self.phase, self.epoch = Phase(record.phase), record.epoch
+
+
+class EpRefusedError(EpError):
+    """A peer's host refused this operation; the operation happened nowhere."""
+
+
+class EpMismatchError(EpError):
+    """Ranks called different operations."""
+
+
+class EpOverflowError(EpError):
+    """Rows did not fit and were dropped."""
+
+
+class EpStaleError(EpError):
+    """A slot or an output was used after something newer took its place."""
+
+
+class EpClosedError(EpError):
+    """The group, handle or communicator is closed."""
+
+
+class EpPeerError(EpError):
+    """Another rank of this process ended, so the operation cannot happen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorRecord:
+    """One record; fields as in `memory_map.RECORD_FIELDS`."""
+
+    code: int
+    epoch: int
+    phase: int
+    rank: int
+    peer: int
+    culprit: int
+    seen: int
+    expected: int
+
+    @classmethod
+    def read(cls, words: Sequence[int]) -> ErrorRecord | None:
+        """The record in `words`, or None if there is none."""
+        return None if int(words[0]) == 0 else cls(*(int(w) for w in words[: len(RECORD_FIELDS)]))
+
+    def exception(self, refusals: dict[int, str] | None = None) -> EpError:
+        """This record as an exception; `refusals` maps a refusal's detail to its sentence."""
+        where = f"rank {self.rank}, operation {self.epoch}, {Phase(self.phase).name} phase"
+        if self.code == Code.TIMEOUT:
+            return EpTimeoutError(f"{where}: rank {self.peer} did not come in time (saw its epoch {self.seen}, waited for {self.expected})", self)
+        if self.code == Code.ABORTED:
+            return EpTimeoutError(f"{where}: rank {self.peer} gave up because rank {self.culprit} did not come in time", self)
+        if self.code == Code.LEFT_BEHIND:
+            return EpTimeoutError(f"{where}: rank {self.peer} is already at operation {self.seen}; it gave up waiting for this rank", self)
+        if self.code == Code.REFUSED:
+            reason = (refusals or {}).get(self.seen, f"reason {self.seen}")
+            return EpRefusedError(f"{where}: rank {self.peer} refused the call ({reason}); no data moved on any rank")
+        if self.code == Code.MISMATCH:
+            mine, theirs = Signature.unpack(self.expected), Signature.unpack(self.seen)
+            return EpMismatchError(f"{where}: rank {self.peer} called another operation: {mine.difference(theirs)}")
+        if self.code == Code.OVERFLOW:
+            return EpOverflowError(f"{where}: row {self.seen} for an expert of rank {self.peer} is beyond its {self.expected} rows and was dropped")
+        return EpStaleError(f"{where}: the slot holds a dispatch of handle {self.seen}, not of handle {self.expected}")

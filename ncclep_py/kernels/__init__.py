@@ -1,0 +1,10 @@
+"""The kernels and the vocabulary they are written in.
+
+| step | kernel | reads | writes |
+|---|---|---|---|
+| dispatch, EXPERT_MAJOR | ``ll_dispatch`` | tokens, topk_idx, COUNTS, HEAD, ARRIVED | rows in peers' slots, COUNTS, HEAD, ARRIVED, row table, counters |
+| combine, EXPERT_MAJOR | ``ll_combine`` | rows in peers' slots, row table, weights, HEAD | combined tokens, HEAD |
+
+A kernel is a Python function in which every value is the same for all 32 lanes of a warp. ``ops`` declares the vocabulary once: the CUDA side
+stands in ``lane_ops.cu`` and ``fabric_ops.cu``, the simulator's side in ``ncclep_py.simulator.ops``.
+"""

@@ -1,0 +1,54 @@
+"""Low-latency combine, EXPERT_MAJOR: every rank pulls its tokens' K rows from the experts' ranks and adds them up.
+
+Phases: 1 head, 2 wait, 3 rows. Numerics: fp32 accumulator from +0, one fused multiply-add per k in ascending order (positions without a row are
+skipped), one rounding to the token type; the same bits every run. My return does not mean that peers have read my rows: their owner may
+overwrite them only after the head wait of a later operation (``ncclep_py.memory_map``, I2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ncclep_py.kernels.ops import Vocabulary
+from ncclep_py.kernels.shape import KernelShape
+
+__all__ = ["PARAMETERS", "make_ll_combine"]
+
+PARAMETERS = ("window", "rank", "local", "record", "weights", "out", "num_tokens", "slot", "table", "header", "handle", "signature", "status",
+              "timeout")
+"""Run-time values of a launch, all 64-bit integers."""
+
+
+def make_ll_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
+    """The combine kernel for one shape, over one implementation of the vocabulary."""
+    RANKS, EXPERTS, TOPK, ROW_BYTES, TYPE = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, int(shape.token_type)
+    PLANE_ROWS, HEADS, ARRIVED = shape.window.plane_rows, shape.window.heads, shape.window.arrived
+    EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
+    block_idx, warp_idx, read_epoch, advance_epoch = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch
+    end_token, warp_token, token_step = ops.end_token, ops.warp_token, ops.token_step
+    begin_vector, end_vector, gather_row = ops.begin_vector, ops.end_vector, ops.gather_row
+    publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
+    check_header, last_block, op_code = ops.check_header, ops.last_block, ops.op_code
+
+    def ll_combine(window, rank, local, record, weights, out, num_tokens, slot, table, header, handle, signature, status, timeout):  # noqa: ANN001, ANN202
+        epoch, fail = read_epoch(local + EPOCH), local + FAIL
+        # ---- 1 head: my experts' rows are written ----------------------------------------------------------------------
+        if block_idx() == 0:
+            if warp_idx() == 0:
+                publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
+        # ---- 2 wait ----------------------------------------------------------------------------------------------------
+        code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
+        if code == 0:
+            code = check_header(header, handle, rank, epoch, fail, record)
+        # ---- 3 rows ----------------------------------------------------------------------------------------------------
+        if code == 0:
+            begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
+            for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
+                gather_row(window, slot, table, weights, out, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop)
+        if last_block(local + BLOCKS_DONE) == 1:
+            if warp_idx() == 0:
+                if op_code(fail, epoch) != 0:
+                    publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
+                advance_epoch(local + EPOCH, epoch)
+
+    return ll_combine

@@ -1,0 +1,72 @@
+"""Low-latency dispatch, EXPERT_MAJOR: every row straight into its final place at its expert's rank.
+
+Phases: 1 head, 2 count, 3 wait (heads of all ranks, counts of lower ranks), 4 rows, 5 arrived. The row of (token, k) in its expert's plane is
+the number of earlier (source rank, token, k) with the same expert, so the order is the same every run. Safety: ``ncclep_py.memory_map``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ncclep_py.kernels.ops import Vocabulary
+from ncclep_py.kernels.shape import KernelShape
+
+__all__ = ["PARAMETERS", "make_ll_dispatch"]
+
+PARAMETERS = ("window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "expert_counters", "slot", "table", "header", "handle",
+              "signature", "status", "timeout")
+"""Run-time values of a launch, all 64-bit integers."""
+
+
+def make_ll_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
+    """The dispatch kernel for one shape, over one implementation of the vocabulary."""
+    RANKS, EXPERTS, TOPK, ROW_BYTES, IDX_BYTES = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, shape.idx_bytes
+    PLANE_ROWS, HEADS, ARRIVED, COUNTS = shape.window.plane_rows, shape.window.heads, shape.window.arrived, shape.window.counts
+    EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
+    block_idx, warp_idx, read_epoch, advance_epoch = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch
+    first_token, end_token, token_part = ops.first_token, ops.end_token, ops.token_part
+    warp_token, token_step, begin_vector, end_vector = ops.warp_token, ops.token_step, ops.begin_vector, ops.end_vector
+    publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
+    count_experts, publish_counts, wait_counts, assign_rows, sum_counts = (
+        ops.count_experts, ops.publish_counts, ops.wait_counts, ops.assign_rows, ops.sum_counts)
+    scatter_row, publish_arrived, wait_arrived = ops.scatter_row, ops.publish_arrived, ops.wait_arrived
+    last_block, op_code, store_header = ops.last_block, ops.op_code, ops.store_header
+
+    def ll_dispatch(window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, slot, table, header, handle,  # noqa: ANN001, ANN202
+                    signature, status, timeout):
+        epoch, fail = read_epoch(local + EPOCH), local + FAIL
+        first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
+        # ---- 1 head: everything my stream did before is done ---------------------------------------------------------
+        if block_idx() == 0:
+            if warp_idx() == 0:
+                publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
+        # ---- 2 count: my rows per expert, told to everybody ----------------------------------------------------------
+        count_experts(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, first, end)
+        publish_counts(window, COUNTS, rank, RANKS, EXPERTS, epoch)
+        # ---- 3 wait: nobody's memory is touched before all ranks are here ----------------------------------------------
+        code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
+        if code == 0:
+            code = wait_counts(window, COUNTS, rank, RANKS, EXPERTS, epoch, fail, record, timeout)
+        # ---- 4 rows --------------------------------------------------------------------------------------------------
+        if code == 0:
+            assign_rows(topk_idx, IDX_BYTES, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, part, table, rank, epoch, fail, record)
+            begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
+            for token in range(warp_token(num_tokens), end, token_step(num_tokens)):
+                scatter_row(window, slot, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, begin, stop)
+        # ---- 5 arrived: the last block speaks for the rank -------------------------------------------------------------
+        if last_block(local + BLOCKS_DONE) == 1:
+            code = op_code(fail, epoch)
+            if code == 0:
+                code = sum_counts(window, COUNTS, rank, RANKS, EXPERTS, epoch, PLANE_ROWS, expert_counters, fail, record, timeout)
+            if code == 0:
+                if warp_idx() == 0:
+                    publish_arrived(window, ARRIVED, rank, RANKS, epoch)
+                code = wait_arrived(window, ARRIVED, rank, RANKS, epoch, fail, record, timeout)
+            if warp_idx() == 0:
+                if code != 0:
+                    publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
+                else:
+                    store_header(header, epoch, handle)
+                advance_epoch(local + EPOCH, epoch)
+
+    return ll_dispatch

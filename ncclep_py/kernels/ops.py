@@ -1,0 +1,158 @@
+"""The vocabulary of the kernels, declared once for the GPU, the simulator and the check of the compiled PTX.
+
+Every operation takes and returns 64-bit signed integers only (addresses, counts, flags), so that no kernel mixes signed and unsigned or slips
+into floating point; epochs are 32-bit counters that wrap, and only operations compare or advance them. Scopes:
+
+* ``warp``: all 32 lanes call with equal arguments;
+* ``block``: all warps of the block call with equal arguments, and the operation contains the barrier it needs.
+
+`effects` lists an operation's memory accesses, fences and barriers in program order, in PTX words followed by the noun of ``memory_map`` they
+touch. The simulator performs them in this order with this strength; ``tests/test_ptx.py`` finds the same list in the compiled device code.
+``weak`` accesses are plain ones (ordered only by fences and barriers around them), ``nc`` loads may see memory as it was before the kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["OPS", "PARAMETERS", "Op", "Vocabulary"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        name: C symbol without its ``ep_`` prefix, and the attribute kernels use.
+        scope: ``warp`` or ``block``.
+        parameters: names of its 64-bit integer parameters, see `PARAMETERS`.
+        effects: accesses, fences and barriers in order.
+        doc: what it does and what it returns.
+        may_fail: it can give up: returns a non-zero code, sets FAIL and writes the error record.
+    """
+
+    name: str
+    scope: str
+    parameters: tuple[str, ...]
+    effects: tuple[str, ...]
+    doc: str
+    may_fail: bool = False
+
+
+PARAMETERS = {
+    "window": "NCCL window handle",
+    "rank": "my rank",
+    "num_ranks": "ranks of the group, R",
+    "num_experts": "experts of the group, E",
+    "num_topk": "experts per token, K",
+    "num_tokens": "my tokens in this operation, T",
+    "epoch": "this operation's epoch, 0 <= epoch < 2^32",
+    "heads": "window offset of HEAD",
+    "arrived": "window offset of ARRIVED",
+    "counts": "window offset of COUNTS",
+    "slot": "window offset of the payload slot",
+    "signature": "what this operation is, 64 bits",
+    "status": "0 for go, else status << 24 | detail",
+    "fail": "address of FAIL and, after it, the claim of the error record",
+    "record": "address of the error record (host memory)",
+    "timeout": "nanoseconds a wait may last",
+    "topk_idx": "address of [T, K] expert ids",
+    "idx_bytes": "bytes of one id, 4 or 8",
+    "tokens": "address of [T] rows",
+    "weights": "address of [T, K] float32",
+    "out": "address of [T] rows",
+    "table": "address of the slot's row table, [T, K] int32",
+    "header": "address of the slot's header",
+    "handle": "id of the handle",
+    "expert_counters": "address of [L] int32",
+    "plane_rows": "rows of one expert's plane",
+    "row_bytes": "bytes of one row",
+    "token_type": "config.TokenType",
+    "token": "index of a token",
+    "first": "first token of this block",
+    "end": "end of this block's tokens",
+    "part": "0 if this block is the first to work on its tokens",
+    "begin_vector": "first 16-byte vector of a piece of the row",
+    "end_vector": "end of the piece",
+    "word": "address of a 64-bit word",
+    "counter": "address of BLOCKS_DONE",
+}
+"""Meaning of the parameters."""
+
+
+def _op(name: str, scope: str, parameters: str, effects: str, doc: str, may_fail: bool = False) -> Op:
+    listed = tuple(e.strip() for e in effects.split(";") if e.strip())
+    return Op(name, scope, tuple(parameters.split()), listed, doc, may_fail)
+
+
+_FAILURE = "fail record timeout"
+
+OPS: dict[str, Op] = {op.name: op for op in (
+    # ---- who and where: no memory --------------------------------------------------------------------------------
+    _op("block_idx", "warp", "", "", "Index of my block in the grid."),
+    _op("warp_idx", "warp", "", "", "Index of my warp in the block."),
+    _op("first_token", "warp", "num_tokens", "", "First of the tokens this block works on; blocks share tokens when there are fewer tokens than blocks."),
+    _op("end_token", "warp", "num_tokens", "", "End of the tokens this block works on."),
+    _op("token_part", "warp", "num_tokens", "", "Which of the blocks that share my tokens this one is, from 0."),
+    _op("warp_token", "warp", "num_tokens", "", "First token of this warp."),
+    _op("token_step", "warp", "num_tokens", "", "Distance between two tokens of one warp."),
+    _op("begin_vector", "warp", "num_tokens row_bytes", "", "First 16-byte vector of this warp's piece of each of its rows."),
+    _op("end_vector", "warp", "num_tokens row_bytes", "", "End of this warp's piece."),
+    # ---- epoch and life of an operation ------------------------------------------------------------------------------
+    _op("read_epoch", "warp", "word", "ld.weak epoch", "Epoch of this operation; one lane reads, all lanes get it."),
+    _op("advance_epoch", "warp", "word epoch", "st.weak epoch", "The next operation of the stream has the next epoch (mod 2^32)."),
+    _op("store_header", "warp", "header epoch handle", "st.weak header", "The slot now holds what `handle` dispatched in `epoch`."),
+    _op("check_header", "block", "header handle rank epoch fail record", "ld.weak header; bar.sync",
+        "Non-zero if the slot does not hold a dispatch of `handle`.", may_fail=True),
+    _op("last_block", "block", "counter", "bar.sync; atom.acq_rel.gpu blocks_done; bar.sync",
+        "1 in the block that comes here last, 0 in all others. What the other blocks did before is ordered before what follows."),
+    _op("op_code", "warp", "fail epoch", "ld.relaxed.gpu fail", "Code with which this rank gave up this operation, 0 if it did not."),
+    # ---- head ---------------------------------------------------------------------------------------------------
+    _op("publish_head", "warp", "window heads rank num_ranks epoch signature status",
+        "st.relaxed.sys signature; fence.acq_rel.sys; st.relaxed.sys head",
+        "Release, system scope: tell all ranks that I entered this operation, and which it is. Lanes over ranks."),
+    _op("wait_heads", "block", f"window heads rank num_ranks epoch signature {_FAILURE}",
+        "ld.relaxed.sys head; fence.acq_rel.sys; ld.relaxed.sys signature; bar.sync",
+        "Acquire, system scope: wait for HEAD of all ranks. Non-zero if one refused, gave up, differs in signature, is ahead or does not come.",
+        may_fail=True),
+    _op("publish_abort", "warp", "window heads arrived rank num_ranks epoch fail", "ld.relaxed.gpu fail; st.relaxed.sys head; st.relaxed.sys arrived",
+        "Tell all ranks that I gave this operation up, and who was the culprit, unless every rank sees the reason itself."),
+    # ---- counts -------------------------------------------------------------------------------------------------
+    _op("count_experts", "block", "topk_idx idx_bytes num_tokens num_topk num_experts first end", "ld.nc topk_idx; bar.sync",
+        "Shared memory: for every expert my rows in all, and my rows before this block's first token. Ids outside [0, E) count as none."),
+    _op("publish_counts", "block", "window counts rank num_ranks num_experts epoch", "st.relaxed.sys count",
+        "Tell all ranks how many rows I send to each expert, as words {epoch, count}; they order nothing. Blocks over ranks, threads over experts."),
+    _op("wait_counts", "block", f"window counts rank num_ranks num_experts epoch {_FAILURE}", "ld.relaxed.sys count; bar.sync",
+        "Add the counts of all lower ranks to the first row of each expert.", may_fail=True),
+    _op("assign_rows", "block",
+        "topk_idx idx_bytes num_topk num_experts num_ranks plane_rows first end part table rank epoch fail record",
+        "ld.nc topk_idx; st.weak table; bar.sync",
+        "Final global row of each (token, k) of this block, in (token, k) order, to shared memory and (part 0) to the row table; "
+        "a row beyond its plane becomes -1 and is recorded."),
+    _op("sum_counts", "block", f"window counts rank num_ranks num_experts epoch plane_rows expert_counters {_FAILURE}",
+        "ld.relaxed.sys count; bar.sync; st.weak expert_counters", "Rows received per local expert. Must precede my ARRIVED.", may_fail=True),
+    # ---- rows ---------------------------------------------------------------------------------------------------
+    _op("scatter_row", "warp",
+        "window slot tokens token first num_topk num_experts num_ranks plane_rows row_bytes begin_vector end_vector",
+        "ld.nc tokens; st.weak slot", "Read a piece of one token row once, write it to the row's K final places."),
+    _op("gather_row", "warp",
+        "window slot table weights out token num_topk num_experts num_ranks plane_rows row_bytes token_type begin_vector end_vector",
+        "ld.weak table; ld.nc weights; ld.weak slot; st.weak out",
+        "A piece of one combined row: fp32 fused multiply-adds of the K rows in k order, one rounding."),
+    # ---- arrived ------------------------------------------------------------------------------------------------
+    _op("publish_arrived", "warp", "window arrived rank num_ranks epoch", "fence.acq_rel.sys; st.relaxed.sys arrived",
+        "Release, system scope: all rows of this rank are written. Lanes over ranks."),
+    _op("wait_arrived", "block", f"window arrived rank num_ranks epoch {_FAILURE}", "ld.relaxed.sys arrived; fence.acq_rel.sys; bar.sync",
+        "Acquire, system scope: wait for ARRIVED of all ranks. Non-zero if one gave up, is ahead or does not come.", may_fail=True),
+)}
+"""All operations by name."""
+
+
+class Vocabulary:
+    """One implementation of all operations, as attributes; kernel factories unpack it to locals."""
+
+    def __init__(self, functions: dict[str, object]) -> None:
+        missing, unknown = sorted(OPS.keys() - functions.keys()), sorted(functions.keys() - OPS.keys())
+        if missing or unknown:
+            raise ValueError(f"a vocabulary needs every operation of kernels.ops: missing {missing}, unknown {unknown}")
+        self.__dict__.update(functions)

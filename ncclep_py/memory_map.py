@@ -1,0 +1,150 @@
+"""Every byte offset of the symmetric window and of a rank's local block. Pure integers; the only place that computes offsets.
+
+Why a peer never overwrites what somebody still reads (protocol of ``kernels/ll_dispatch.py`` and ``kernels/ll_combine.py``; found by an
+explicit-state exploration of all interleavings of three ranks, kept true by the simulator's mutation tests). HEAD(n) of rank q says "q entered
+operation n"; it is released after everything q's stream did before. The invariants:
+
+* I1 All ranks issue the same sequence of operations. HEAD carries the operation's signature; a difference is an error naming both.
+* I2 Nobody touches remote memory, or rows of its own that peers may see, before HEAD(n) of *all* ranks was acquired, tokens or none.
+  So the remote phases of two operations never overlap between ranks, and dispatch may write in place over rows the last combine pulled.
+* I3 HEAD(n) follows the completion of all earlier kernels of the stream. Counts are separate words and may go earlier: they carry their
+  epoch, are matched with ``==`` and order nothing.
+* I4 ARRIVED is one word per source, *stored* by the last block: grids differ between ranks, and a sum could not name who is missing.
+* I5 Payload lives in numbered slots chosen on the host and baked into graphs; only control words follow the device-resident epoch.
+* I6 A slot is busy from its dispatch until the pull of its last combine is enqueued. Its header {dispatch epoch, handle} and its
+  (token, k) -> row table are part of the slot; combine checks the header.
+* I7 The epoch advances exactly once per operation, by the last block, also after a refusal or a timeout.
+* I8 One decision per operation and rank: the first failure wins a compare-and-swap on FAIL, and every block of the rank follows it.
+* I9 Creation: zero the window, barrier, first epoch 1. ``close()`` ends with a rendezvous, so that nobody unmaps what a peer pulls.
+
+HEAD has two banks by epoch parity: a combine ends without a rendezvous, so a fast rank may publish HEAD(n+1) while a slow one still
+compares HEAD(n); it cannot publish HEAD(n+2) before the slow one published HEAD(n+1). ARRIVED and COUNTS need one bank: their words of
+operation n are read before the reader publishes what lets the writer go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ncclep_py.config import GroupConfig
+
+__all__ = ["RECORD_FIELDS", "LocalMap", "WindowMap", "align"]
+
+WORD = 8
+HEAD_BYTES = 16
+HEAD_BANKS = 2
+SLOT_ALIGNMENT = 1024
+
+RECORD_FIELDS = ("code", "epoch", "phase", "rank", "peer", "culprit", "seen", "expected")
+"""64-bit words of an error record, in this order. `code` is written last and is 0 while the record is free."""
+
+
+def align(value: int, unit: int) -> int:
+    """`value` rounded up to a multiple of `unit`."""
+    return -(-value // unit) * unit
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowMap:
+    """Byte plan of the symmetric window, the same on every rank.
+
+    Attributes:
+        heads: ``[2 banks][R sources]`` of {signature: u64, epoch << 32 | status << 24 | detail: u64}.
+        arrived: ``[R sources]`` of u64 {epoch << 32 | status << 24 | detail}.
+        counts: ``[R sources][E]`` of u64 {epoch << 32 | rows that source sends to the expert}.
+        slots: first payload slot; slot ``i`` starts at ``slots + i * slot_bytes``.
+        slot_bytes: bytes of one payload slot, EXPERT_MAJOR ``[L, R * M]`` rows.
+        plane_rows: rows of one local expert's plane, ``R * M``.
+        total_bytes: size of the window.
+    """
+
+    num_ranks: int
+    num_experts: int
+    heads: int
+    arrived: int
+    counts: int
+    slots: int
+    slot_bytes: int
+    num_slots: int
+    plane_rows: int
+    row_bytes: int
+    total_bytes: int
+
+    @classmethod
+    def build(cls, config: GroupConfig, num_ranks: int) -> WindowMap:
+        """The plan for one group."""
+        experts = config.num_experts
+        heads = 0
+        arrived = align(heads + HEAD_BANKS * num_ranks * HEAD_BYTES, 128)
+        counts = align(arrived + num_ranks * WORD, 128)
+        slots = align(counts + num_ranks * experts * WORD, SLOT_ALIGNMENT)
+        plane_rows = num_ranks * config.max_dispatch_tokens_per_rank
+        slot_bytes = align(experts // num_ranks * plane_rows * config.row_bytes, SLOT_ALIGNMENT)
+        return cls(num_ranks, experts, heads, arrived, counts, slots, slot_bytes, config.num_slots, plane_rows, config.row_bytes,
+                   slots + config.num_slots * slot_bytes)
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts on one rank."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def slot_rows(self) -> int:
+        """Rows of one slot."""
+        return self.num_local_experts * self.plane_rows
+
+    def slot(self, index: int) -> int:
+        """Byte offset of payload slot `index`."""
+        if not 0 <= index < self.num_slots:
+            raise ValueError(f"slot must be in [0, {self.num_slots}), got {index}")
+        return self.slots + index * self.slot_bytes
+
+    def regions(self) -> list[tuple[str, int, int]]:
+        """(name, first byte, end byte) of every region, for messages of the simulator."""
+        named = [("HEAD", self.heads, self.arrived), ("ARRIVED", self.arrived, self.counts), ("COUNTS", self.counts, self.slots)]
+        return named + [(f"SLOT{i}", self.slot(i), self.slot(i) + self.slot_bytes) for i in range(self.num_slots)]
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalMap:
+    """Byte plan of a rank's own device memory, which no peer sees.
+
+    Attributes:
+        epoch: u64, the epoch of the next operation (low 32 bits count).
+        blocks_done: u32 counter of blocks of the running operation; returns to 0.
+        fail: u64 {epoch << 32 | code} of the last operation that failed on this rank.
+        headers: ``[num_slots]`` of {dispatch epoch: u64, handle id: u64}.
+        tables: ``[num_slots][M * K]`` int32, global row id of (token, k) in the slot, -1 for none.
+        table_bytes: bytes of one slot's table.
+        total_bytes: size of the block.
+    """
+
+    epoch: int
+    blocks_done: int
+    fail: int
+    headers: int
+    tables: int
+    table_bytes: int
+    num_slots: int
+    total_bytes: int
+
+    @classmethod
+    def build(cls, config: GroupConfig) -> LocalMap:
+        """The plan for one rank of a group."""
+        headers = 384
+        tables = align(headers + 2 * WORD * config.num_slots, 128)
+        table_bytes = align(4 * config.max_dispatch_tokens_per_rank * config.num_topk, 128)
+        return cls(0, 128, 256, headers, tables, table_bytes, config.num_slots, tables + config.num_slots * table_bytes)
+
+    def header(self, slot: int) -> int:
+        """Byte offset of a slot's header."""
+        return self.headers + 2 * WORD * slot
+
+    def table(self, slot: int) -> int:
+        """Byte offset of a slot's (token, k) -> row table."""
+        return self.tables + slot * self.table_bytes
+
+    def regions(self) -> list[tuple[str, int, int]]:
+        """(name, first byte, end byte) of every region."""
+        named = [("EPOCH", 0, 8), ("BLOCKS_DONE", 128, 136), ("FAIL", 256, 264), ("SLOT_HEADERS", self.headers, self.tables)]
+        return named + [(f"ROW_TABLE{i}", self.table(i), self.table(i) + self.table_bytes) for i in range(self.num_slots)]

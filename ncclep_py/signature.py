@@ -1,0 +1,74 @@
+"""What an operation is, in 64 bits: carried by HEAD, compared by every rank, readable in an error message."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+__all__ = ["OpKind", "Signature"]
+
+
+class OpKind(enum.IntEnum):
+    """Kind of an operation on a group."""
+
+    DISPATCH = 1
+    COMBINE = 2
+    CLOSE = 3
+
+
+_FIELDS = (("kind", 4), ("layout", 4), ("token_type", 4), ("recipe", 4), ("slot", 8), ("num_topk", 8), ("row_vectors", 20))
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """Fields that must be equal on all ranks for one operation.
+
+    Attributes:
+        kind: `OpKind`.
+        layout: `config.Layout`.
+        token_type: `config.TokenType`.
+        recipe: quantisation recipe.
+        slot: payload slot.
+        num_topk: K.
+        row_vectors: 16-byte vectors of a row.
+    """
+
+    kind: int
+    layout: int
+    token_type: int
+    recipe: int
+    slot: int
+    num_topk: int
+    row_vectors: int
+
+    def pack(self) -> int:
+        """The signature as a non-negative integer below 2^63."""
+        word, shift = 0, 0
+        for name, bits in _FIELDS:
+            value = int(getattr(self, name))
+            if not 0 <= value < 1 << bits:
+                raise ValueError(f"{name} must be in [0, {1 << bits}), got {value}")
+            word |= value << shift
+            shift += bits
+        return word
+
+    @classmethod
+    def unpack(cls, word: int) -> Signature:
+        """The signature packed in `word`."""
+        values = {}
+        for name, bits in _FIELDS:
+            values[name] = word & ((1 << bits) - 1)
+            word >>= bits
+        return cls(**values)
+
+    def difference(self, other: Signature) -> str:
+        """The fields in which `other` differs, for a sentence: ``slot 0 here, 1 there``."""
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name, _ in _FIELDS)
+        return ", ".join(f"{name} {_named(name, mine)} here, {_named(name, theirs)} there" for name, mine, theirs in pairs if mine != theirs)
+
+
+def _named(field: str, value: int) -> str:
+    """A field's value in words."""
+    if field == "kind" and value in OpKind._value2member_map_:
+        return OpKind(value).name.lower()
+    return str(value)
