@@ -113,7 +113,7 @@ class LocalMap:
         epoch: u64, the epoch of the next operation (low 32 bits count).
         blocks_done: u32 counter of blocks of the running operation; returns to 0.
         fail: u64 {epoch << 32 | code} of the last operation that failed on this rank.
-        headers: ``[num_slots]`` of {dispatch epoch: u64, handle id: u64}.
+        headers: ``[num_slots + 1]`` of {dispatch epoch: u64, handle id: u64}; the last stays zero, for operations without a slot.
         tables: ``[num_slots][M * K]`` int32, global row id of (token, k) in the slot, -1 for none.
         table_bytes: bytes of one slot's table.
         total_bytes: size of the block.
@@ -132,7 +132,7 @@ class LocalMap:
     def build(cls, config: GroupConfig) -> LocalMap:
         """The plan for one rank of a group."""
         headers = 384
-        tables = align(headers + 2 * WORD * config.num_slots, 128)
+        tables = align(headers + 2 * WORD * (config.num_slots + 1), 128)
         table_bytes = align(4 * config.max_dispatch_tokens_per_rank * config.num_topk, 128)
         return cls(0, 128, 256, headers, tables, table_bytes, config.num_slots, tables + config.num_slots * table_bytes)
 

@@ -1,0 +1,77 @@
+"""Checks of a caller's tensors. Each raises a sentence naming the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ncclep_py.refusal import Refusal
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["check_ids", "check_tensor", "refusal_of"]
+
+ALIGNMENT = 16
+
+
+def _refused(error: Exception, why: Refusal) -> Exception:
+    """`error`, carrying what to tell the peers."""
+    error.refusal = why   # type: ignore[attr-defined]
+    return error
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """What to tell the peers about `error`."""
+    return getattr(error, "refusal", Refusal.OTHER)
+
+
+def check_tensor(name: str, value: Any, shape: Sequence[int | None], dtypes: Sequence[Any], device: torch.device, *, aligned: bool = True) -> None:
+    """Check a dense tensor.
+
+    Args:
+        name: how the caller calls it.
+        value: what came.
+        shape: expected sizes, None for any.
+        dtypes: allowed torch dtypes.
+        device: where it must live.
+        aligned: whether its first byte must be at a multiple of 16 bytes.
+    """
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise _refused(TypeError(f"{name} must be a torch tensor, got {type(value).__name__}"), Refusal.TYPE)
+    if value.dtype not in dtypes:
+        allowed = " or ".join(str(d) for d in dtypes)
+        raise _refused(TypeError(f"{name} must have dtype {allowed}, got {value.dtype}"), Refusal.TYPE)
+    if value.device != device:
+        raise _refused(ValueError(f"{name} must be on {device}, got {value.device}"), Refusal.DEVICE)
+    wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
+    if value.dim() != len(shape) or any(n is not None and n != have for n, have in zip(shape, value.shape, strict=True)):
+        raise _refused(ValueError(f"{name} must have shape {wanted}, got {list(value.shape)}"), Refusal.SHAPE)
+    if value.numel() and not value.is_contiguous():
+        raise _refused(ValueError(f"{name} must be contiguous, got strides {list(value.stride())} for shape {list(value.shape)}"), Refusal.MEMORY)
+    if aligned and value.numel() and value.data_ptr() % ALIGNMENT:
+        raise _refused(ValueError(f"{name} must start at a multiple of {ALIGNMENT} bytes, got address {value.data_ptr():#x}"), Refusal.MEMORY)
+
+
+def check_tokens(name: str, count: int, most: int) -> None:
+    """Check a number of tokens against the group's capacity."""
+    if count > most:
+        raise _refused(ValueError(f"{name} must have at most max_dispatch_tokens_per_rank = {most} tokens, got {count}"), Refusal.TOO_MANY_TOKENS)
+
+
+def check_ids(name: str, topk_idx: torch.Tensor, num_experts: int) -> None:
+    """Checked mode: read the ids on the host (synchronises) and refuse the first that is not -1 or in [0, num_experts)."""
+    bad = (topk_idx >= num_experts) | (topk_idx < -1)
+    if bool(bad.any()):
+        token, k = (int(i) for i in bad.nonzero()[0])
+        raise _refused(ValueError(f"{name} must hold -1 or ids in [0, {num_experts}), got {int(topk_idx[token, k])} at token {token}, position {k}"),
+                       Refusal.EXPERT_ID)
+
+
+def stale(message: str) -> Exception:
+    """The exception for rows or slots that something newer took."""
+    from ncclep_py.errors import EpStaleError
+
+    return _refused(EpStaleError(message), Refusal.STALE)

@@ -1,0 +1,343 @@
+"""Communicators and symmetric windows: the host's side of NCCL, and the only file that imports nccl4py.
+
+A `Communicator` is one rank's view. Three kinds share its interface: `NcclCommunicator` (one process per rank), and the two that
+``local_world.LocalWorld`` makes for ranks living in one process, on real NCCL or in the simulator.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ncclep_py.kernels.shape import KernelShape
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Communicator", "Kernel", "NcclCommunicator", "SymmetricWindow"]
+
+EXCHANGE_BYTES = 8192
+
+
+class SymmetricWindow:
+    """Memory of the same size on every rank that all ranks can address.
+
+    Attributes:
+        handle: what kernels are given, an integer.
+        memory: uint8 tensor over this rank's part.
+        num_bytes: size of each rank's part.
+    """
+
+    def __init__(self, handle: int, memory: torch.Tensor, close: Callable[[], None]) -> None:
+        self.handle, self.memory, self.num_bytes = handle, memory, memory.numel()
+        self.address = memory.data_ptr()
+        self._close: Callable[[], None] | None = close
+
+    def close(self) -> None:
+        """Give the registration back; idempotent. Tensors over the memory keep the memory itself alive."""
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+
+class Kernel(ABC):
+    """A kernel ready to be launched on this communicator's ranks."""
+
+    @abstractmethod
+    def enqueue(self, values: Sequence[int], num_blocks: int, label: str) -> None:
+        """Launch on the rank's current stream with `values` in the order of the kernel's ``PARAMETERS``."""
+
+
+class Communicator(ABC):
+    """One rank's view of a set of ranks.
+
+    Attributes:
+        rank: my rank.
+        num_ranks: number of ranks, R.
+        backend: ``"nccl"`` or ``"sim"``.
+        device: torch device of this rank's tensors.
+        ranks_on_device: ranks that share this rank's device, this one included.
+    """
+
+    rank: int
+    num_ranks: int
+    backend: str
+    device: torch.device
+    ranks_on_device: int
+
+    # ---- host steps every rank takes together -----------------------------------------------------------------------
+    @abstractmethod
+    def exchange(self, value: Any) -> list[Any]:
+        """All ranks' `value` (JSON types), by rank. Collective and blocking."""
+
+    @abstractmethod
+    def create_window(self, num_bytes: int, regions: Sequence[tuple[str, int, int]]) -> SymmetricWindow:
+        """A zeroed window; `regions` names its byte ranges for messages. Collective and blocking."""
+
+    @abstractmethod
+    def submit(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Enqueue one operation. In a `LocalWorld` the operation starts when all ranks have submitted theirs. `tensors` are the caller's
+        tensors whose addresses are among `values`."""
+
+    @abstractmethod
+    def together(self, action: Callable[[], None]) -> None:
+        """Run `action` (say, a CUDA graph's replay) at the point where all ranks of this process have come: whatever launches kernels that
+        wait for other ranks must be launched for all ranks before any rank waits for its device."""
+
+    # ---- my own resources ---------------------------------------------------------------------------------------------
+    @abstractmethod
+    def zeros(self, num_bytes: int, regions: Sequence[tuple[str, int, int]]) -> torch.Tensor:
+        """Zeroed device memory of this rank that no peer sees, uint8."""
+
+    @abstractmethod
+    def host_words(self, count: int) -> torch.Tensor:
+        """Zeroed int64 words in host memory that kernels of this rank can write."""
+
+    @abstractmethod
+    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int) -> Kernel:
+        """A loaded kernel. Compiles if it must; refuses grids that could not run at once."""
+
+    @abstractmethod
+    def max_blocks(self) -> int:
+        """Blocks this rank may run at once: its share of the device's multiprocessors."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for this rank's current stream."""
+
+    def capturing(self) -> bool:
+        """Whether this rank's current stream is being captured into a graph."""
+        return False
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+
+    def barrier(self) -> None:
+        """All ranks come here before any goes on."""
+        self.exchange(None)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---- ways to get one, one process per rank -------------------------------------------------------------------------
+    @staticmethod
+    def init(num_ranks: int, rank: int, unique_id: bytes, device: int | None = None) -> NcclCommunicator:
+        """From a NCCL unique id that rank 0 made (`unique_id`) and told everybody, e.g. by MPI. Collective and blocking."""
+        return NcclCommunicator(num_ranks, rank, unique_id, device)
+
+    @staticmethod
+    def unique_id() -> bytes:
+        """A new NCCL unique id; one rank makes it, all ranks pass it to `init`."""
+        return bytes(_nccl().get_unique_id().as_bytes)
+
+    @staticmethod
+    def from_process_group(group: Any = None, device: int | None = None) -> NcclCommunicator:
+        """A communicator of its own for the ranks of a torch process group (default: the world), whatever its backend."""
+        import torch.distributed as dist
+
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        box = [Communicator.unique_id() if rank == 0 else None]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+        return NcclCommunicator(size, rank, box[0], device)
+
+    @staticmethod
+    def from_environment() -> NcclCommunicator:
+        """From the environment torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT)."""
+        import torch.distributed as dist
+
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise RuntimeError(f"the environment lacks {', '.join(missing)}; start the program with torchrun, or use LocalWorld")
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        return Communicator.from_process_group()
+
+
+def _nccl() -> Any:
+    """nccl4py's core, or a sentence saying what to install."""
+    os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")   # several ranks on one GPU, NCCL >= 2.30; read at communicator creation
+    try:
+        import nccl.core as nccl
+    except ImportError as e:
+        raise ImportError("the nccl backend needs nccl4py and NCCL: pip install 'ncclep_py[cu12]' or 'ncclep_py[cu13]'") from e
+    return nccl
+
+
+class _DeviceMemory:
+    """Device memory as torch sees it; holds whoever owns the memory."""
+
+    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+class _LoadedKernel(Kernel):
+    """A compiled kernel on this process's device, with arguments prepared once per grid."""
+
+    def __init__(self, loaded: Any, shared_bytes: int) -> None:
+        self.loaded, self.shared_bytes = loaded, shared_bytes
+        self.prepared: dict[int, Any] = {}
+
+    def enqueue(self, values: Sequence[int], num_blocks: int, label: str) -> None:
+        import torch
+
+        launch = self.prepared.get(num_blocks)
+        if launch is None:
+            launch = self.prepared[num_blocks] = self.loaded.prepare(num_blocks, BLOCK_THREADS, self.shared_bytes, values)
+        launch.assign(values)
+        launch.enqueue(torch.cuda.current_stream().cuda_stream)
+
+
+BLOCK_THREADS = 512
+
+
+class NcclRank(Communicator):
+    """What ranks on real NCCL share, one process per rank or several ranks in one process."""
+
+    backend = "nccl"
+
+    def __init__(self, comm: Any, rank: int, num_ranks: int, device: int, ranks_on_device: int) -> None:
+        import torch
+
+        self.comm, self.rank, self.num_ranks = comm, rank, num_ranks
+        self.device = torch.device("cuda", device)
+        self.ranks_on_device = ranks_on_device
+        if not comm.device_api_support or comm.n_lsa_teams != 1:
+            raise RuntimeError(
+                f"rank {rank}: the ranks cannot all address each other's memory: device API {'yes' if comm.device_api_support else 'no'}, "
+                f"{comm.n_lsa_teams} LSA teams (1 needed). Check NCCL_P2P_DISABLE, NCCL_CUMEM_ENABLE and the P2P matrix of "
+                "`python -m ncclep_py doctor`")
+
+    def zeros(self, num_bytes: int, regions: Sequence[tuple[str, int, int]]) -> torch.Tensor:
+        import torch
+
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def host_words(self, count: int) -> torch.Tensor:
+        import torch
+
+        return torch.zeros(count, dtype=torch.int64).pin_memory()
+
+    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int) -> Kernel:
+        from ncclep_py import launch
+
+        launch.check_loaded_nccl(_loaded_version())
+        loaded = launch.load(launch.compile_kernel(launch.KernelSpec(name, shape), _arch(self.device)))
+        per_sm = launch.occupancy(loaded, BLOCK_THREADS, shared_bytes)
+        room = per_sm * _multiprocessors(self.device)
+        if num_blocks * self.ranks_on_device > room:
+            raise ValueError(f"max_num_sms gives {num_blocks} blocks for each of {self.ranks_on_device} ranks on this GPU, which runs only {room} "
+                             "at once; ranks wait for each other, so all must fit")
+        return _LoadedKernel(loaded, shared_bytes)
+
+    def max_blocks(self) -> int:
+        return max(1, _multiprocessors(self.device) // self.ranks_on_device)
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.current_stream().synchronize()
+
+    def capturing(self) -> bool:
+        import torch
+
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _multiprocessors(device: torch.device) -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _arch(device: torch.device) -> str:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def _loaded_version() -> int:
+    """Version code of the NCCL that is loaded, e.g. 23203."""
+    version = _nccl().get_version().libnccl
+    if version is None:
+        raise ImportError("no libnccl is loaded; install the extra cu12 or cu13 of ncclep_py")
+    major, minor, patch = (int(part) for part in str(version.version).split(".")[:3])
+    return major * 10000 + minor * 100 + patch
+
+
+def window_of(comm: Any, num_bytes: int, device: int) -> tuple[Any, Any]:
+    """(memory, registration) of one rank; call inside ``nccl.group()`` when one process holds several ranks."""
+    nccl = _nccl()
+    buffer = nccl.mem_alloc(max(num_bytes, 1), device)
+    return buffer, comm.register_window(buffer)
+
+
+def finish_window(buffer: Any, registration: Any, num_bytes: int, device: torch.device, rank: int) -> SymmetricWindow:
+    """The window of one rank once its registration is complete, zeroed."""
+    import torch
+
+    if not registration.handle:
+        raise RuntimeError(f"rank {rank}: NCCL registered no window (symmetric memory is missing): check NCCL_CUMEM_ENABLE=1 and P2P access")
+    memory = torch.as_tensor(_DeviceMemory(int(buffer.handle), num_bytes, buffer), device=device)
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    return SymmetricWindow(int(registration.handle), memory, registration.close)
+
+
+class NcclCommunicator(NcclRank):
+    """One process per rank. Made by `Communicator.init`, `from_process_group` or `from_environment`."""
+
+    def __init__(self, num_ranks: int, rank: int, unique_id: bytes, device: int | None = None) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise RuntimeError("the nccl backend needs a CUDA GPU; LocalWorld(n, backend='sim') runs without one")
+        nccl = _nccl()
+        local = int(os.environ.get("LOCAL_RANK", rank))
+        index = local % torch.cuda.device_count() if device is None else device
+        torch.cuda.set_device(index)
+        torch.zeros(1, device="cuda")   # makes the context before NCCL looks for one
+        comm = nccl.Communicator.init(nranks=num_ranks, rank=rank, unique_id=nccl.UniqueId.from_bytes(unique_id))
+        super().__init__(comm, rank, num_ranks, index, 1)
+        uuids = self.exchange(str(torch.cuda.get_device_properties(index).uuid))
+        self.ranks_on_device = uuids.count(uuids[rank])
+        self._closed = False
+
+    def exchange(self, value: Any) -> list[Any]:
+        import torch
+
+        text = json.dumps(value).encode()
+        if len(text) > EXCHANGE_BYTES - 8:
+            raise ValueError(f"value must be at most {EXCHANGE_BYTES - 8} bytes of JSON, got {len(text)}")
+        mine = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text.ljust(EXCHANGE_BYTES - 8)), dtype=torch.uint8).to(self.device)
+        everybody = torch.zeros(self.num_ranks * EXCHANGE_BYTES, dtype=torch.uint8, device=self.device)
+        stream = torch.cuda.current_stream()
+        self.comm.allgather(mine, everybody, stream=stream.cuda_stream)
+        stream.synchronize()
+        rows = [bytes(row.tolist()) for row in everybody.cpu().view(self.num_ranks, -1)]
+        return [json.loads(row[8: 8 + int.from_bytes(row[:8], "little")]) for row in rows]
+
+    def create_window(self, num_bytes: int, regions: Sequence[tuple[str, int, int]]) -> SymmetricWindow:
+        buffer, registration = window_of(self.comm, num_bytes, self.device.index)
+        window = finish_window(buffer, registration, num_bytes, self.device, self.rank)
+        self.barrier()   # nobody's first words may be zeroed away
+        return window
+
+    def submit(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor]) -> None:
+        kernel.enqueue(values, num_blocks, label)
+
+    def together(self, action: Callable[[], None]) -> None:
+        action()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.comm.destroy()

@@ -1,0 +1,224 @@
+"""`Group`: what ranks agreed on, their window, their epoch. Operations are called on a `handle.Handle` of the group.
+
+Not thread-safe: one thread at a time may call a group's and its handles' methods, and all on one stream (or ordered by events).
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ncclep_py.communicator import Communicator, Kernel
+from ncclep_py.config import Algorithm, GroupConfig, HandleConfig, Layout
+from ncclep_py.errors import Code, EpClosedError, EpError, ErrorRecord
+from ncclep_py.memory_map import RECORD_FIELDS, LocalMap, WindowMap, align
+from ncclep_py.refusal import SENTENCES
+from ncclep_py.signature import OpKind, Signature
+
+if TYPE_CHECKING:
+    import torch
+
+    from ncclep_py.handle import Handle
+
+__all__ = ["Group"]
+
+FIRST_EPOCH = 1
+MAX_DEFAULT_BLOCKS = 64
+
+
+class Group:
+    """Expert-parallel operations over the ranks of one communicator. Make one with `Group.create`.
+
+    Attributes:
+        comm: the communicator (stays the caller's to close).
+        config: `GroupConfig`, equal on all ranks but for ``max_num_sms``, ``timeout_ns`` and ``checked``.
+        num_blocks: thread blocks of each operation of this rank.
+    """
+
+    def __init__(self, comm: Communicator, config: GroupConfig) -> None:
+        """Internal: use `create`."""
+        self.comm, self.config, self.rank, self.num_ranks = comm, config, comm.rank, comm.num_ranks
+        self.map, self.local_map = WindowMap.build(config, comm.num_ranks), LocalMap.build(config)
+        self.num_blocks = config.max_num_sms or min(comm.max_blocks(), MAX_DEFAULT_BLOCKS)
+        self._window = comm.create_window(self.map.total_bytes, self.map.regions())
+        self._local = comm.zeros(self.local_map.total_bytes, self.local_map.regions())
+        self._record = comm.host_words(len(RECORD_FIELDS))
+        self._record_words = self._record.numpy()
+        self._kernels: dict[tuple[str, int, int], Kernel] = {}
+        self._handle_ids = itertools.count(1)
+        self.slot_owner: list[int] = [0] * config.num_slots   # handle id, 0: free
+        self.slot_combined: list[bool] = [False] * config.num_slots
+        self._closed = False
+        self.start_at(FIRST_EPOCH)
+        comm.barrier()
+        self._warn = weakref.finalize(self, _warn_open, self._window)
+
+    @classmethod
+    def create(cls, comm: Communicator, config: GroupConfig) -> Group:
+        """A group over `comm`. Collective and blocking: allocates and registers the window, compares configs.
+
+        Raises:
+            ValueError: on every rank, naming the field and all ranks' values, if configs differ; or if experts do not divide over the ranks.
+        """
+        if not isinstance(comm, Communicator):
+            raise TypeError(f"comm must be a Communicator, got {type(comm).__name__}")
+        if not isinstance(config, GroupConfig):
+            raise TypeError(f"config must be a GroupConfig, got {type(config).__name__}")
+        _compare([dict(fields) for fields in comm.exchange(config.agreed_fields())])
+        config.check_ranks(comm.num_ranks)
+        if config.algorithm is not Algorithm.LOW_LATENCY:
+            raise NotImplementedError("HIGH_THROUGHPUT groups are not built yet; use Algorithm.LOW_LATENCY")
+        if config.max_num_sms and comm.backend == "nccl" and config.max_num_sms > comm.max_blocks():
+            raise ValueError(f"max_num_sms must be at most this rank's share of its GPU, {comm.max_blocks()}, got {config.max_num_sms}")
+        return cls(comm, config)
+
+    # ---- handles ----------------------------------------------------------------------------------------------------
+    def create_handle(self, layout: Layout, topk_idx: torch.Tensor | None = None, *, num_topk: int | None = None, idx_dtype: Any = None,
+                      config: HandleConfig | None = None) -> Handle:
+        """A handle for `layout`; local, and not for use inside graph capture (it may compile and load kernels).
+
+        Args:
+            layout: EXPERT_MAJOR.
+            topk_idx: ``[T, K]`` int32 or int64 expert ids, -1 for none; may instead be given to `Handle.update`, then `num_topk` says K and
+                `idx_dtype` the type of ids (default int64).
+            num_topk: K if `topk_idx` is not given.
+            idx_dtype: torch.int32 or torch.int64 if `topk_idx` is not given.
+            config: `HandleConfig`.
+        """
+        from ncclep_py.handle import Handle
+
+        self._check_open("create_handle")
+        return Handle(self, next(self._handle_ids), layout, topk_idx, num_topk, idx_dtype, config or HandleConfig())
+
+    def kernel(self, name: str, num_topk: int, idx_bytes: int) -> Kernel:
+        """Internal: the kernel for K and id type, loaded on first use; refused under capture."""
+        from ncclep_py import launch
+        from ncclep_py.kernels.shape import KernelShape
+
+        key = (name, num_topk, idx_bytes)
+        if key not in self._kernels:
+            if self.comm.capturing():
+                raise EpError(f"{name} for {num_topk} experts per token and {idx_bytes}-byte ids is not loaded, and loading is impossible during "
+                              "graph capture: create the handle (or call it once) with these before capturing")
+            shape = KernelShape.build(self.config, self.num_ranks, num_topk, idx_bytes)
+            shared = launch.shared_bytes(shape, self.config.max_dispatch_tokens_per_rank, self.num_blocks)
+            self._kernels[key] = self.comm.kernel(name, shape, shared, self.num_blocks)
+        return self._kernels[key]
+
+    # ---- operations --------------------------------------------------------------------------------------------------
+    def signature(self, kind: OpKind, layout: int, slot: int, num_topk: int) -> int:
+        """Internal: the packed signature of an operation."""
+        return Signature(kind, layout, self.config.token_type, 0, slot, num_topk, self.config.row_bytes // 16).pack()
+
+    @property
+    def window(self) -> Any:
+        """The symmetric window."""
+        return self._window
+
+    def addresses(self) -> tuple[int, int]:
+        """Internal: addresses of the local block and of the error record."""
+        return self._local.data_ptr(), self._record.data_ptr()
+
+    def rendezvous(self, kind: OpKind) -> None:
+        """Internal: an operation that only meets: afterwards no rank is still pulling rows of an earlier operation from me."""
+        kernel = self.kernel("ll_combine", self.config.num_topk, 8)
+        local, record = self.addresses()
+        header = local + self.local_map.header(self.config.num_slots)
+        signature = self.signature(kind, 0, 0, self.config.num_topk)
+        values = (self._window.handle, self.rank, local, record, 0, 0, 0, self.map.slots, local, header, 0, signature, 0, self.config.wait_ns)
+        self.comm.submit(kernel, values, self.num_blocks, kind.name.lower(), ())
+
+    def check(self, *, synchronize: bool = True) -> None:
+        """Raise what a device of this rank reported, if anything.
+
+        Operations are asynchronous: an error surfaces at the next call on the group or one of its handles, or here.
+
+        Args:
+            synchronize: first wait for the rank's current stream, so that all operations so far are covered.
+        """
+        if synchronize:
+            self.comm.synchronize()
+        self.raise_reported()
+
+    def raise_reported(self) -> None:
+        """Internal: raise and clear the record, if there is one; my own refusals were raised where I made them."""
+        if self._record_words[0] == 0:
+            return
+        record = ErrorRecord.read(self._record_words)
+        self._record_words[0] = 0
+        if record is not None and not (record.code == Code.REFUSED and record.peer == self.rank):
+            raise record.exception(SENTENCES)
+
+    def start_at(self, epoch: int) -> None:
+        """Set the epoch of the next operation, in [0, 2^32). For tests of the wrap; every rank must call it between operations."""
+        import torch
+
+        before = ((epoch - 1) % 2**32) << 32
+        word = before - (1 << 64) if before >= 1 << 63 else before
+        control = self._window.memory[: self.map.slots].view(torch.int64)
+        control.fill_(word)
+        banks = (epoch - 2) % 2**32 << 32
+        older = banks - (1 << 64) if banks >= 1 << 63 else banks
+        bank = (epoch & 1) * self.num_ranks * 2
+        control[self.map.heads // 8 + bank: self.map.heads // 8 + bank + 2 * self.num_ranks] = older
+        self._local[:8].view(torch.int64).fill_(epoch)
+        self.comm.synchronize()
+
+    # ---- end ----------------------------------------------------------------------------------------------------------
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise EpClosedError(f"cannot {what}: the group is closed")
+
+    def close(self) -> None:
+        """Meet all ranks (so that nobody unmaps rows a peer still pulls), then give the window back. Idempotent; collective.
+
+        The meeting is bounded by ``timeout_ns``; if it fails the window is given back all the same and the error raised.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._warn.detach()
+        try:
+            if self._kernels:
+                self.rendezvous(OpKind.CLOSE)
+                self.check()
+            self.comm.barrier()
+        finally:
+            self._window.close()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, exc_type: object, *exc: object) -> None:
+        if exc_type is None:
+            self.close()
+        else:   # other ranks may never come; do not wait for them on the way out
+            self._closed = True
+            self._warn.detach()
+
+
+def _warn_open(window: Any) -> None:
+    warnings.warn("a ncclep_py Group was dropped without close(); its window stays registered until the process ends", ResourceWarning,
+                  stacklevel=2)
+
+
+def _compare(by_rank: Sequence[dict[str, str]]) -> None:
+    """``ValueError`` naming every field whose values differ between ranks."""
+    differing = [name for name in by_rank[0] if len({fields.get(name) for fields in by_rank}) > 1]
+    if differing:
+        told = "; ".join(f"{name}: " + ", ".join(f"rank {r} has {fields.get(name)}" for r, fields in enumerate(by_rank)) for name in differing)
+        raise ValueError(f"GroupConfig must be the same on all ranks. {told}")
+
+
+def table_of(local_map: LocalMap, slot: int, local: int) -> int:
+    """Address of a slot's row table."""
+    return local + local_map.table(slot)
+
+
+def bytes_per_rank(config: GroupConfig, num_ranks: int) -> dict[str, int]:
+    """Device memory a group takes on each rank, by part, in bytes."""
+    window, local = WindowMap.build(config, num_ranks), LocalMap.build(config)
+    return {"control": window.slots, "slots": window.num_slots * window.slot_bytes, "local": align(local.total_bytes, 1)}

@@ -1,0 +1,409 @@
+"""`Handle`: one routing at a time, and the operations on it: dispatch and combine.
+
+Lifetime of outputs that live in the window (the default): `DispatchOutputs.tokens` is valid from its dispatch until the handle's combine; a later
+dispatch on the same slot, or a combine, makes it stale, and passing stale tokens to `combine` is refused. After `combine` returns, peers may still
+be reading these rows: write to them again only after a later dispatch of the group gave them out again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ncclep_py.arguments import check_ids, check_tensor, check_tokens, refusal_of, stale
+from ncclep_py.config import CombineConfig, CombineQuant, DispatchConfig, DispatchQuant, HandleConfig, Layout, PassDir
+from ncclep_py.errors import EpClosedError, EpError, Status
+from ncclep_py.signature import OpKind
+
+if TYPE_CHECKING:
+    import torch
+
+    from ncclep_py.communicator import Kernel
+    from ncclep_py.group import Group
+
+__all__ = ["CombineInputs", "CombineOutputs", "DispatchInputs", "DispatchOutputs", "Handle", "LayoutInfo"]
+
+
+@dataclasses.dataclass
+class LayoutInfo:
+    """Counts of received rows; fields a caller leaves out are allocated.
+
+    Attributes:
+        expert_counters: LL EXPERT_MAJOR, ``[L]`` int32: rows received by each local expert.
+        src_rank_counters: LL RANK_MAJOR, ``[R]`` int32: rows received from each rank.
+    """
+
+    expert_counters: torch.Tensor | None = None
+    src_rank_counters: torch.Tensor | None = None
+
+
+@dataclasses.dataclass
+class DispatchInputs:
+    """What a rank sends.
+
+    Attributes:
+        tokens: ``[T, hidden]``, dtype of the group.
+        topk_weights: ``[T, K]`` float32, layouts that carry weights.
+        scales: ``[T, S]``, recipes that carry scales.
+    """
+
+    tokens: torch.Tensor
+    topk_weights: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+
+
+@dataclasses.dataclass
+class DispatchOutputs:
+    """What a rank received.
+
+    Attributes:
+        tokens: EXPERT_MAJOR ``[L, R * M, hidden]``; rows ``[0, expert_counters[l])`` of plane l are valid, in (source rank, token, k) order,
+            others are not touched.
+        topk_weights, scales, topk_idx: for layouts and recipes that carry them.
+        layout_info: the counts.
+        generation: number of the dispatch that made this.
+    """
+
+    tokens: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+    topk_idx: torch.Tensor | None = None
+    layout_info: LayoutInfo = dataclasses.field(default_factory=LayoutInfo)
+    generation: int = 0
+
+
+@dataclasses.dataclass
+class CombineInputs:
+    """What a rank's experts computed.
+
+    Attributes:
+        tokens: same shape and row order as `DispatchOutputs.tokens`; that tensor itself (no copy), or any other (one copy of all rows).
+        topk_weights, scales: for passes and recipes that need them.
+    """
+
+    tokens: torch.Tensor
+    topk_weights: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+
+
+@dataclasses.dataclass
+class CombineOutputs:
+    """What a rank gets back.
+
+    Attributes:
+        tokens: ``[T, hidden]``; allocated if left out.
+        topk_weights: LL EXPERT_MAJOR: ``[T, K]`` float32 router weights. An *input*; the name is `nccl.ep`'s.
+    """
+
+    tokens: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+
+
+class Handle:
+    """Made by `Group.create_handle`.
+
+    Attributes:
+        group: the group.
+        layout: order of received rows.
+        num_topk: K.
+    """
+
+    def __init__(self, group: Group, handle_id: int, layout: Layout, topk_idx: torch.Tensor | None, num_topk: int | None, idx_dtype: Any,
+                 config: HandleConfig) -> None:
+        """Internal: use `Group.create_handle`."""
+        import torch
+
+        self.group, self.id, self.layout, self.config = group, handle_id, _known_layout(layout), config
+        if topk_idx is None and num_topk is None:
+            raise ValueError("create_handle needs topk_idx or num_topk, got neither")
+        if topk_idx is not None:
+            check_tensor("topk_idx", topk_idx, (None, num_topk), (torch.int32, torch.int64), group.comm.device, aligned=False)
+        self.num_topk = _known_topk(int(topk_idx.shape[1]) if topk_idx is not None else num_topk, group.config.num_topk)
+        dtype = topk_idx.dtype if topk_idx is not None else idx_dtype or torch.int64
+        if dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"idx_dtype must be torch.int32 or torch.int64, got {dtype}")
+        self._closed = False
+        self._slot, self._generation, self._num_tokens, self._idx_bytes = -1, 0, 0, dtype.itemsize
+        self._topk_idx: torch.Tensor | None = None
+        for name in ("ll_dispatch", "ll_combine"):
+            self._kernel(name)
+        if topk_idx is not None:
+            self.update(topk_idx)
+
+    def update(self, topk_idx: torch.Tensor) -> None:
+        """Bind a new routing. Local, no GPU work; errors in it are raised here and, if it is dispatched nevertheless, on every rank there.
+
+        Args:
+            topk_idx: ``[T, K]`` int32 or int64, T <= max_dispatch_tokens_per_rank; ids outside [0, E) count as "no expert". Must stay unchanged
+                until the dispatch has run.
+        """
+        self._check_open("update")
+        self._topk_idx = None
+        self._check_routing(topk_idx)
+        self._topk_idx, self._idx_bytes = topk_idx, topk_idx.element_size()
+
+    def _check_routing(self, topk_idx: Any) -> None:
+        import torch
+
+        check_tensor("topk_idx", topk_idx, (None, self.num_topk), (torch.int32, torch.int64), self.group.comm.device, aligned=False)
+        check_tokens("topk_idx", topk_idx.shape[0], self.group.config.max_dispatch_tokens_per_rank)
+
+    # ---- dispatch ----------------------------------------------------------------------------------------------------
+    def dispatch(self, inputs: DispatchInputs | torch.Tensor, outputs: DispatchOutputs | None = None, layout_info: LayoutInfo | None = None,
+                 config: DispatchConfig | None = None, *, topk_idx: torch.Tensor | None = None) -> DispatchOutputs:
+        """Send every token to its experts. Collective, stream-ordered on the current stream.
+
+        Args:
+            inputs: tokens ``[T, hidden]``, or `DispatchInputs`.
+            outputs: where to put rows; without it they are in the window (no copy).
+            layout_info: where to put ``expert_counters``; allocated without it.
+            config: `DispatchConfig`.
+            topk_idx: shorthand for `update` before the call; its errors, too, are told to all ranks.
+
+        Returns:
+            `DispatchOutputs`, also if given.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong (on this rank; every other rank raises `EpRefusedError`).
+            EpError: what a device reported about an earlier operation.
+        """
+        self._check_open("dispatch")
+        self.group.raise_reported()
+        slot = self._take_slot()
+        self._generation += 1
+        given = inputs if isinstance(inputs, DispatchInputs) else DispatchInputs(inputs)
+        made = outputs if outputs is not None else DispatchOutputs()
+        counts = layout_info if layout_info is not None else made.layout_info
+        with _Refusing(self, "ll_dispatch", slot):
+            if topk_idx is not None:
+                self.update(topk_idx)
+            self._check_dispatch(given, made, counts, config or DispatchConfig())
+        tokens, idx = given.tokens, self._topk_idx
+        self._num_tokens = int(tokens.shape[0])
+        if counts.expert_counters is None:
+            counts.expert_counters = self._new((self.group.map.num_local_experts,), "int32")
+        self._launch("ll_dispatch", slot, Status.GO, (tokens.data_ptr(), idx.data_ptr(), self._num_tokens, counts.expert_counters.data_ptr()),
+                     (tokens, idx, counts.expert_counters))
+        received = self._rows(slot)
+        if made.tokens is None:
+            made.tokens = received
+        elif made.tokens.data_ptr() != received.data_ptr():
+            made.tokens.copy_(received)
+        made.layout_info, made.generation = counts, self._generation
+        if self.group.comm.backend == "sim":
+            self.group.raise_reported()
+        return made
+
+    def _check_dispatch(self, given: DispatchInputs, made: DispatchOutputs, counts: LayoutInfo, config: DispatchConfig) -> None:
+        import torch
+
+        group = self.group
+        _only_plain(config.send_only, config.pass_direction, config.quant_recipe == DispatchQuant.NONE)
+        _absent("inputs.topk_weights", given.topk_weights)
+        _absent("inputs.scales", given.scales)
+        _absent("outputs.topk_weights", made.topk_weights)
+        _absent("outputs.topk_idx", made.topk_idx)
+        _absent("layout_info.src_rank_counters", counts.src_rank_counters)
+        dtype, hidden = group.config.token_type.torch_dtype(), group.config.hidden
+        if self._topk_idx is None:
+            raise ValueError("topk_idx must be given to create_handle, update or dispatch before a dispatch")
+        check_tensor("tokens", given.tokens, (None, hidden), (dtype,), group.comm.device)
+        check_tokens("tokens", given.tokens.shape[0], group.config.max_dispatch_tokens_per_rank)
+        check_tensor("tokens", given.tokens, (self._topk_idx.shape[0], hidden), (dtype,), group.comm.device)
+        if made.tokens is not None:
+            check_tensor("outputs.tokens", made.tokens, self._row_shape(), (dtype,), group.comm.device)
+        if counts.expert_counters is not None:
+            check_tensor("layout_info.expert_counters", counts.expert_counters, (group.map.num_local_experts,), (torch.int32,), group.comm.device,
+                         aligned=False)
+        if group.config.checked:
+            check_ids("topk_idx", self._topk_idx, group.config.num_experts)
+
+    # ---- combine -----------------------------------------------------------------------------------------------------
+    def combine(self, inputs: CombineInputs | torch.Tensor, outputs: CombineOutputs | None = None, config: CombineConfig | None = None, *,
+                topk_weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Bring the experts' rows back and add them up. Collective, stream-ordered on the current stream.
+
+        ``out[t] = sum over k of weight[t, k] * row(t, k)``: fp32 fused multiply-adds in ascending k, one rounding; zero for a token without experts.
+
+        Args:
+            inputs: expert outputs, placed as dispatch placed its rows, or `CombineInputs`.
+            outputs: `CombineOutputs`; its ``topk_weights`` holds the router weights.
+            config: `CombineConfig`.
+            topk_weights: the router weights ``[T, K]`` float32, if `outputs` does not hold them.
+
+        Returns:
+            ``[T, hidden]``, the combined tokens (``outputs.tokens`` if given).
+
+        Raises:
+            TypeError, ValueError, EpStaleError: an argument is wrong (every other rank raises `EpRefusedError`).
+            EpError: what a device reported about an earlier operation.
+        """
+        self._check_open("combine")
+        self.group.raise_reported()
+        if self._slot < 0 or self.group.slot_owner[self._slot] not in (self.id, -self.id):
+            raise EpError("combine needs a dispatch of this handle before it; its slot was never filled or went to another handle")
+        slot = self._slot
+        if self.group.slot_combined[slot]:   # peers may still be pulling from this slot: meet first, on all ranks alike
+            self.group.rendezvous(OpKind.COMBINE)
+        given = inputs if isinstance(inputs, CombineInputs) else CombineInputs(inputs)
+        made = outputs if outputs is not None else CombineOutputs()
+        weights = topk_weights if topk_weights is not None else made.topk_weights
+        with _Refusing(self, "ll_combine", slot):
+            self._check_combine(given, made, weights, config or CombineConfig(), slot)
+        rows = self._rows(slot)
+        if given.tokens.data_ptr() != rows.data_ptr():
+            rows.copy_(given.tokens)
+        if made.tokens is None:
+            made.tokens = self._new((self._num_tokens, self.group.config.hidden), None)
+        self._launch("ll_combine", slot, Status.GO, (weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens), (weights, made.tokens))
+        self.group.slot_combined[slot] = True
+        self.group.slot_owner[slot] = -self.id   # free for others, but still mine to combine again
+        if self.group.comm.backend == "sim":
+            self.group.raise_reported()
+        return made.tokens
+
+    def _check_combine(self, given: CombineInputs, made: CombineOutputs, weights: Any, config: CombineConfig, slot: int) -> None:
+        import torch
+
+        group = self.group
+        _only_plain(config.send_only, config.pass_direction, config.quant_recipe == CombineQuant.NONE)
+        _absent("inputs.scales", given.scales)
+        dtype, hidden = group.config.token_type.torch_dtype(), group.config.hidden
+        check_tensor("inputs.tokens", given.tokens, self._row_shape(), (dtype,), group.comm.device)
+        memory = group.window.memory
+        at = given.tokens.data_ptr() - memory.data_ptr()
+        if 0 <= at < memory.numel() and at != group.map.slot(slot):
+            raise stale(f"inputs.tokens lies in slot {(at - group.map.slots) // group.map.slot_bytes} of the window, but this handle's last dispatch "
+                        f"filled slot {slot}")
+        if weights is None:
+            raise ValueError("topk_weights must be given to an EXPERT_MAJOR combine (outputs.topk_weights or topk_weights=)")
+        check_tensor("topk_weights", weights, (self._num_tokens, self.num_topk), (torch.float32,), group.comm.device, aligned=False)
+        if made.tokens is not None:
+            check_tensor("outputs.tokens", made.tokens, (self._num_tokens, hidden), (dtype,), group.comm.device)
+
+    def complete(self, config: Any = None) -> None:
+        """Finish a staged operation; without one, nothing happens (staged operations are not built yet)."""
+        self._check_open("complete")
+
+    def close(self) -> None:
+        """Give the slot back; local and idempotent. GPU work on it must be done or stream-ordered before what comes next."""
+        if not self._closed:
+            self._closed = True
+            if self._slot >= 0 and self.group.slot_owner[self._slot] in (self.id, -self.id):
+                self.group.slot_owner[self._slot] = 0
+            self._topk_idx = None
+
+    destroy = close
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise EpClosedError(f"cannot {what}: the handle is closed")
+        if self.group._closed:
+            raise EpClosedError(f"cannot {what}: the group is closed")
+
+    def _take_slot(self) -> int:
+        """A slot for a new dispatch, by the same rule on every rank: the first free one, else this handle's own."""
+        owner = self.group.slot_owner
+        free = [i for i, held in enumerate(owner) if held <= 0]
+        if free:
+            slot = free[0]
+        elif self._slot >= 0 and owner[self._slot] == self.id:
+            slot = self._slot
+        else:
+            raise EpError(f"all {len(owner)} slots hold dispatches that other handles have not combined yet; combine one, close its handle, or set "
+                          "GroupConfig.num_slots higher")
+        if self._slot >= 0 and self._slot != slot and owner[self._slot] == self.id:
+            owner[self._slot] = 0
+        self.group.slot_owner[slot], self.group.slot_combined[slot], self._slot = self.id, False, slot
+        return slot
+
+    def _row_shape(self) -> tuple[int, int, int]:
+        return self.group.map.num_local_experts, self.group.map.plane_rows, self.group.config.hidden
+
+    def _rows(self, slot: int) -> torch.Tensor:
+        """The rows of a slot as ``[L, R * M, hidden]``."""
+        begin = self.group.map.slot(slot)
+        config = self.group.config
+        size = self.group.map.slot_rows * config.row_bytes
+        return self.group.window.memory[begin: begin + size].view(config.token_type.torch_dtype()).view(self._row_shape())
+
+    def _new(self, shape: Sequence[int], dtype: str | None) -> torch.Tensor:
+        import torch
+
+        return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else self.group.config.token_type.torch_dtype(), device=self.group.comm.device)
+
+    def _kernel(self, name: str) -> Kernel:
+        return self.group.kernel(name, self.num_topk, 8 if name == "ll_combine" else self._idx_bytes)
+
+    def _launch(self, name: str, slot: int, status: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...]) -> None:
+        """Submit one operation; `own` are the kernel's values between the record and the slot."""
+        group = self.group
+        local, record = group.addresses()
+        kind = OpKind.DISPATCH if name == "ll_dispatch" else OpKind.COMBINE
+        values = (group.window.handle, group.rank, local, record, *own, group.map.slot(slot), local + group.local_map.table(slot),
+                  local + group.local_map.header(slot), self.id, group.signature(kind, self.layout, slot, self.num_topk), status,
+                  group.config.wait_ns)
+        group.comm.submit(self._kernel(name), values, group.num_blocks, name, tensors)
+
+    def refuse(self, name: str, slot: int, why: int) -> None:
+        """Internal: take part in an operation this rank refuses, so that all ranks refuse it and epochs stay equal."""
+        status = Status.REFUSED << 24 | why
+        self._launch(name, slot, status, (0, 0, 0, self.group.addresses()[1]) if name == "ll_dispatch" else (0, 0, 0), ())
+
+
+class _Refusing:
+    """Turns an exception of an argument check into a refusal all ranks see, then lets it rise."""
+
+    def __init__(self, handle: Handle, name: str, slot: int) -> None:
+        self.handle, self.name, self.slot = handle, name, slot
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, exc_type: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not self.handle.group.comm.capturing():
+            self.handle.refuse(self.name, self.slot, refusal_of(error))
+
+
+def _known_layout(layout: Layout) -> Layout:
+    layout = Layout(layout)
+    if layout is Layout.UNSET:
+        raise ValueError("layout must be set, got Layout.UNSET")
+    if layout is Layout.FLAT:
+        raise ValueError("layout must be EXPERT_MAJOR or RANK_MAJOR for a LOW_LATENCY group, got FLAT")
+    if layout is not Layout.EXPERT_MAJOR:
+        raise NotImplementedError(f"layout {layout.name} is not built yet for LOW_LATENCY; use Layout.EXPERT_MAJOR")
+    return layout
+
+
+def _known_topk(num_topk: int | None, most: int) -> int:
+    if isinstance(num_topk, bool) or not isinstance(num_topk, int):
+        raise TypeError(f"num_topk must be an int, got {type(num_topk).__name__}")
+    if not 1 <= num_topk <= most:
+        raise ValueError(f"num_topk must be in [1, {most}] (GroupConfig.num_topk), got {num_topk}")
+    return num_topk
+
+
+def _absent(name: str, value: object) -> None:
+    if value is not None:
+        raise ValueError(f"{name} must be left out of a LOW_LATENCY EXPERT_MAJOR operation, got {type(value).__name__}")
+
+
+def _only_plain(send_only: bool, direction: PassDir, plain: bool) -> None:
+    """Refuse what is not built or does not exist."""
+    if direction is not PassDir.FWD:
+        raise ValueError(f"pass_direction must be FWD in LOW_LATENCY, got {PassDir(direction).name}")
+    if send_only:
+        raise NotImplementedError("send_only is not built yet")
+    if not plain:
+        raise NotImplementedError("quantisation recipes are not built yet")
+
+

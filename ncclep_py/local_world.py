@@ -1,0 +1,363 @@
+"""`LocalWorld`: several ranks in this process, on one or several GPUs (real NCCL) or in the simulator.
+
+A rank program is an ordinary function of its communicator, the same as under torchrun. Programs run as cooperative tasks that switch at every
+operation: kernels wait for other ranks' kernels, so all ranks' kernels are launched before any program may wait for its device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ncclep_py.communicator import Communicator, Kernel, NcclRank, SymmetricWindow, _nccl, finish_window, window_of
+from ncclep_py.errors import EpError, EpPeerError
+from ncclep_py.kernels.shape import KernelShape
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LocalWorld"]
+
+Program = Callable[..., Any]
+
+
+@dataclasses.dataclass
+class _Step:
+    """What a rank waits for: `perform` is called once with all ranks' `value`s and gives one result per rank."""
+
+    name: str
+    value: Any
+    perform: Callable[[list[Any]], list[Any]]
+
+
+@dataclasses.dataclass
+class _Task:
+    """One rank program."""
+
+    greenlet: Any
+    step: _Step | None = None
+    result: Any = None
+    error: BaseException | None = None
+    done: bool = False
+
+
+class LocalWorld:
+    """`num_ranks` ranks in this process.
+
+    Args:
+        num_ranks: R, from 1.
+        backend: ``"nccl"`` (needs a CUDA GPU), ``"sim"``, or ``"auto"``: nccl where there is a GPU.
+        devices: CUDA device of each rank; default: spread over all visible devices.
+        seed, mode: schedule of the simulator, see ``simulator.Simulator``.
+        blocks, warps: grid of the simulator's kernels.
+    """
+
+    def __init__(self, num_ranks: int, backend: str = "auto", *, devices: Sequence[int] | None = None, seed: int = 0, mode: str = "fair",
+                 blocks: int = 2, warps: int = 2) -> None:
+        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
+            raise TypeError(f"num_ranks must be an int, got {type(num_ranks).__name__}: {num_ranks!r}")
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+        if backend not in ("auto", "nccl", "sim"):
+            raise ValueError(f"backend must be 'auto', 'nccl' or 'sim', got {backend!r}")
+        self.num_ranks = num_ranks
+        self.backend = _default_backend() if backend == "auto" else backend
+        self._tasks: list[_Task] = []
+        self._closed = False
+        self.communicators: list[Communicator] = []
+        if self.backend == "sim":
+            from ncclep_py.simulator import Simulator
+
+            self.simulator = Simulator(num_ranks, seed=seed, mode=mode, blocks=blocks, warps=warps)
+            self.communicators = [_SimRank(self, r) for r in range(num_ranks)]
+        else:
+            self._open_nccl(devices)
+
+    def _open_nccl(self, devices: Sequence[int] | None) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise RuntimeError("backend 'nccl' needs a CUDA GPU and there is none; use backend='sim'")
+        where = list(devices) if devices is not None else [r % torch.cuda.device_count() for r in range(self.num_ranks)]
+        if len(where) != self.num_ranks:
+            raise ValueError(f"devices must name one device per rank, {self.num_ranks}, got {len(where)}")
+        for device in sorted(set(where)):
+            torch.zeros(1, device=f"cuda:{device}")
+        comms = _nccl().Communicator.init_all(devices=where)
+        self.communicators = [_LocalNcclRank(self, c, r, self.num_ranks, where[r], where.count(where[r])) for r, c in enumerate(comms)]
+
+    # ---- running rank programs --------------------------------------------------------------------------------------
+    def run(self, program: Program, *args: Any) -> list[Any]:
+        """Run ``program(communicator, *args)`` for every rank and return the results by rank.
+
+        The first exception of a rank program is raised once all programs have ended; programs still inside an operation then get an
+        `EpPeerError`. Not reentrant.
+        """
+        from greenlet import greenlet
+
+        if self._closed:
+            raise EpError("this LocalWorld is closed")
+        if self._tasks:
+            raise RuntimeError("LocalWorld.run is not reentrant; call it after the running programs have ended")
+        self._tasks = [_Task(greenlet(_body(program, comm, args))) for comm in self.communicators]
+        try:
+            for rank in range(self.num_ranks):
+                self._resume(rank, None)
+            while not all(task.done for task in self._tasks):
+                self._advance()
+        finally:
+            tasks, self._tasks = self._tasks, []
+        failed = [t.error for t in tasks if t.error is not None and not isinstance(t.error, EpPeerError)] or [t.error for t in tasks if t.error]
+        if failed:
+            raise failed[0]
+        return [task.result for task in tasks]
+
+    def _resume(self, rank: int, value: Any, error: BaseException | None = None) -> None:
+        """Let a rank program go on to its next step or its end."""
+        task = self._tasks[rank]
+        task.step = None
+        with self.communicators[rank].own_streams():   # type: ignore[attr-defined]
+            try:
+                step = task.greenlet.throw(error) if error is not None else task.greenlet.switch(value)
+            except BaseException as e:   # noqa: BLE001  (kept and raised by run)
+                task.error, task.done = e, True
+                return
+        if task.greenlet.dead:
+            task.result, task.done = step, True
+        else:
+            task.step = step
+
+    def _advance(self) -> None:
+        """All live ranks wait: perform their common step, or tell them that it cannot happen."""
+        waiting = [r for r, task in enumerate(self._tasks) if not task.done]
+        steps = [self._tasks[r].step for r in waiting]
+        names = sorted({step.name for step in steps if step is not None})
+        if len(waiting) < self.num_ranks or len(names) > 1:
+            for rank in waiting:
+                self._resume(rank, None, EpPeerError(self._why_not(rank, names)))
+            return
+        try:
+            results = steps[0].perform([step.value for step in steps])   # type: ignore[union-attr]
+        except Exception as e:   # noqa: BLE001  (each program sees it where it called)
+            for rank in waiting:
+                self._resume(rank, None, e)
+            return
+        for rank, result in zip(waiting, results, strict=True):
+            self._resume(rank, None, result) if isinstance(result, BaseException) else self._resume(rank, result)
+
+    def _why_not(self, rank: int, names: list[str]) -> str:
+        step = self._tasks[rank].step
+        called = step.name if step else "an operation"
+        ended = [r for r, task in enumerate(self._tasks) if task.done]
+        if ended:
+            how = [f"rank {r} ended with {type(e).__name__}: {e}" if (e := self._tasks[r].error) else f"rank {r}'s program has ended" for r in ended]
+            return f"rank {rank} called {called}, but {'; '.join(how[:3])}"
+        return f"rank {rank} called {called}, but other ranks called {', '.join(n for n in names if n != called)}"
+
+    def step(self, step: _Step) -> Any:
+        """Called by a rank program's communicator: wait for all ranks, perform, return my result."""
+        from greenlet import getcurrent
+
+        if not any(task.greenlet is getcurrent() for task in self._tasks):
+            raise RuntimeError(f"{step.name} of a LocalWorld rank must be called inside LocalWorld.run(program)")
+        return getcurrent().parent.switch(step)
+
+    # ---- end --------------------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for comm in self.communicators:
+            comm.close()
+
+    def __enter__(self) -> LocalWorld:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _default_backend() -> str:
+    import torch
+
+    return "nccl" if torch.cuda.is_available() else "sim"
+
+
+def _body(program: Program, comm: Communicator, args: tuple[Any, ...]) -> Callable[[Any], Any]:
+    return lambda _: program(comm, *args)
+
+
+class _KeptState:
+    """torch state that belongs to a rank program, not to the process: current device and stream, and whether gradients are recorded."""
+
+    def __init__(self, device: int | None) -> None:
+        import torch
+
+        self.device, self.gradients = device, torch.is_grad_enabled()
+        self.stream = torch.cuda.Stream(device) if device is not None else None
+
+    def __enter__(self) -> None:
+        import torch
+
+        self.outer_gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(self.gradients)
+        if self.device is not None:
+            self.outer_device, self.outer_stream = torch.cuda.current_device(), torch.cuda.current_stream()
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(self.stream)
+
+    def __exit__(self, *exc: object) -> None:
+        import torch
+
+        self.gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(self.outer_gradients)
+        if self.device is not None:
+            self.device, self.stream = torch.cuda.current_device(), torch.cuda.current_stream()
+            torch.cuda.set_device(self.outer_device)
+            torch.cuda.set_stream(self.outer_stream)
+
+
+class _LocalNcclRank(NcclRank):
+    """A rank of a LocalWorld on real NCCL; has a stream of its own."""
+
+    def __init__(self, world: LocalWorld, comm: Any, rank: int, num_ranks: int, device: int, ranks_on_device: int) -> None:
+        super().__init__(comm, rank, num_ranks, device, ranks_on_device)
+        self.world, self._state, self._closed = world, _KeptState(device), False
+
+    def own_streams(self) -> _KeptState:
+        """Context in which this rank's program runs."""
+        return self._state
+
+    def exchange(self, value: Any) -> list[Any]:
+        return self.world.step(_Step("a host exchange", value, lambda values: [list(values) for _ in values]))
+
+    def create_window(self, num_bytes: int, regions: Sequence[tuple[str, int, int]]) -> SymmetricWindow:
+        return self.world.step(_Step("create_window", (self, num_bytes), _nccl_windows))
+
+    def submit(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor]) -> None:
+        self.together(lambda: kernel.enqueue(values, num_blocks, label))
+
+    def together(self, action: Callable[[], None]) -> None:
+        if self.capturing():   # nothing runs, so nobody waits
+            action()
+            return
+
+        def under_my_stream() -> None:
+            with self._state:
+                action()
+
+        self.world.step(_Step("an operation", under_my_stream, _call_all))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.comm.destroy()
+
+
+def _call_all(actions: list[Any]) -> list[Any]:
+    for action in actions:
+        action()
+    return [None] * len(actions)
+
+
+def _nccl_windows(requests: list[Any]) -> list[SymmetricWindow]:
+    """Windows of all ranks of the process: allocate each, register all in one NCCL group."""
+    with _nccl().group():
+        parts = [window_of(comm.comm, num_bytes, comm.device.index) for comm, num_bytes in requests]
+    return [finish_window(*part, num_bytes, comm.device, comm.rank) for part, (comm, num_bytes) in zip(parts, requests, strict=True)]
+
+
+class _SimKernel(Kernel):
+    """A kernel function over the simulator's vocabulary."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def enqueue(self, values: Sequence[int], num_blocks: int, label: str) -> None:
+        raise RuntimeError("the simulator runs all ranks of a step at once; submit through the communicator")
+
+
+class _SimRank(Communicator):
+    """A rank of a LocalWorld in the simulator; its tensors live on the CPU."""
+
+    backend = "sim"
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        import torch
+
+        self.world, self.rank, self.num_ranks, self.ranks_on_device = world, rank, world.num_ranks, world.num_ranks
+        self.device, self._state = torch.device("cpu"), _KeptState(None)
+        self._kept: list[Any] = []
+
+    def own_streams(self) -> _KeptState:
+        """Context in which this rank's program runs."""
+        return self._state
+
+    def exchange(self, value: Any) -> list[Any]:
+        return self.world.step(_Step("a host exchange", value, lambda values: [list(values) for _ in values]))
+
+    def create_window(self, num_bytes: int, regions: Sequence[tuple[str, int, int]]) -> SymmetricWindow:
+        def perform(sizes: list[Any]) -> list[SymmetricWindow]:
+            memories = [_cpu_bytes(size) for size in sizes]
+            handle = self.world.simulator.create_window([m.numpy() for m in memories], list(regions))
+            return [SymmetricWindow(handle, m, lambda: None) for m in memories]
+
+        return self.world.step(_Step("create_window", num_bytes, perform))
+
+    def submit(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor]) -> None:
+        self.world.step(_Step("an operation", (self, kernel, values, num_blocks, label, tensors), _simulate))
+
+    def together(self, action: Callable[[], None]) -> None:
+        action()
+
+    def zeros(self, num_bytes: int, regions: Sequence[tuple[str, int, int]]) -> torch.Tensor:
+        memory = _cpu_bytes(num_bytes)
+        self._kept.append(self.world.simulator.register(memory, "LOCAL", self.rank, list(regions)))
+        return memory
+
+    def host_words(self, count: int) -> torch.Tensor:
+        memory = _cpu_bytes(8 * count)
+        self._kept.append(self.world.simulator.register(memory, "RECORD", self.rank, []))
+        import torch
+
+        return memory.view(torch.int64)
+
+    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int) -> Kernel:
+        from ncclep_py import launch
+
+        return _SimKernel(launch.KERNELS[name][0](shape, self.world.simulator.vocabulary))
+
+    def max_blocks(self) -> int:
+        return self.world.simulator.blocks
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: a submitted operation has run when `submit` returns."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _cpu_bytes(num_bytes: int) -> torch.Tensor:
+    """Zeroed bytes at an address that is a multiple of 256."""
+    import torch
+
+    raw = torch.zeros(num_bytes + 256, dtype=torch.uint8)
+    skip = -raw.data_ptr() % 256
+    return raw[skip: skip + num_bytes]
+
+
+def _simulate(requests: list[Any]) -> list[Any]:
+    """Run one operation of all ranks in the simulator."""
+    simulator = requests[0][0].world.simulator
+    regions = []
+    for comm, kernel, values, num_blocks, label, tensors in requests:
+        regions += [simulator.register(t, f"tensor {i}", comm.rank, []) for i, t in enumerate(tensors) if t.numel()]
+        simulator.launch(comm.rank, kernel.function, tuple(values), blocks=num_blocks, label=label)
+    try:
+        simulator.run()
+    finally:
+        for region in regions:
+            simulator.unregister(region)
+    return [None] * len(requests)
