@@ -1,0 +1,238 @@
+#!/usr/bin/env python3
+"""Time the low-latency dispatch + combine pair on one GPU shared by several ranks, and the machine's floors in the same run.
+
+    python3 scripts/bench_ll.py                      # LocalWorld: all ranks in this process
+    python3 scripts/bench_ll.py --processes          # one process per rank; start NVIDIA's MPS first, else their kernels take turns
+    python3 scripts/bench_ll.py --floors             # copy, write and read bandwidth, empty kernels
+
+Experts are the identity, so every result is known and compared bit for bit before anything is timed. `pair_us` is one dispatch plus one combine:
+20 pairs in a CUDA graph, all ranks started together, the slowest rank of each replay, median over replays. One-GPU figures: nothing here crosses
+NVLink. Prints one JSON line per case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import queue
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ncclep_py import Communicator, Group, GroupConfig, Layout, LocalWorld
+from ncclep_py.reference import fma32
+from ncclep_py.signature import OpKind
+from ncclep_py.testing import bits_equal, random_routing, stamped_tokens
+
+CASES = [
+    dict(ranks=8, experts=128, tokens=128, sms=16),
+    dict(ranks=8, experts=128, tokens=8, sms=16),
+    dict(ranks=8, experts=128, tokens=1, sms=16),
+    dict(ranks=4, experts=256, tokens=128, sms=32),
+]
+PAIRS, REPLAYS, WARM_UP, FLUSH_BYTES, WAIT_S = 20, 12, 2, 300 << 20, 120
+Launch = Callable[[], None]
+
+
+def expected(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The combined rows of identity experts: the fused multiply-add chain of every token with its own weights."""
+    x, sums = tokens.cpu().float(), torch.zeros(tokens.shape, dtype=torch.float32)
+    for k in range(weights.shape[1]):
+        sums = fma32(x, weights[:, k: k + 1].cpu().expand_as(x), sums)
+    return sums.to(tokens.dtype)
+
+
+class Rank:
+    """One rank's inputs, handle and graphs for one case."""
+
+    def __init__(self, comm: Communicator, case: dict[str, int]) -> None:
+        self.comm, self.case = comm, case
+        config = GroupConfig(num_experts=case["experts"], max_dispatch_tokens_per_rank=case["tokens"], hidden=case["hidden"], num_topk=case["topk"],
+                             max_num_sms=case["sms"], timeout_ns=10_000_000_000)
+        self.group = Group.create(comm, config)
+        ids = random_routing(comm.rank, case["tokens"], case["topk"], case["experts"])
+        self.ids = ids.to(comm.device)
+        self.tokens = stamped_tokens(comm.rank, case["tokens"], case["hidden"], torch.bfloat16).to(comm.device)
+        weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(comm.rank)) + 0.01
+        self.weights = (weights / weights.sum(1, keepdim=True)).to(comm.device)
+        self.handle = self.group.create_handle(Layout.EXPERT_MAJOR, self.ids)
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=comm.device)
+        self.out = torch.empty_like(self.tokens)
+
+    def pair(self, flush: bool = False) -> None:
+        from ncclep_py import CombineOutputs
+
+        received = self.handle.dispatch(self.tokens)
+        if flush:
+            self.flush.zero_()
+        self.handle.combine(received.tokens, CombineOutputs(self.out, self.weights))
+
+    def check(self) -> bool:
+        for _ in range(3):
+            self.out.fill_(float("nan"))
+            self.pair()
+        self.group.check()
+        return bits_equal(self.out.cpu(), expected(self.tokens, self.weights))
+
+    def graph(self, action: Launch, repeats: int) -> torch.cuda.CUDAGraph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, stream=torch.cuda.current_stream(), capture_error_mode="relaxed"):
+            for _ in range(repeats):
+                action()
+        return captured
+
+    def timed(self, launch: Launch) -> list[float]:
+        """Microseconds of each replay after the warm-up."""
+        times = []
+        for _ in range(REPLAYS):
+            torch.cuda.current_stream().synchronize()
+            self.comm.barrier()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+            def once(start: torch.cuda.Event = start, end: torch.cuda.Event = end) -> None:
+                start.record()
+                launch()
+                end.record()
+
+            self.comm.together(once)
+            torch.cuda.current_stream().synchronize()
+            times.append(start.elapsed_time(end) * 1e3)
+        return times[WARM_UP:]
+
+    def replayed(self, action: Launch, repeats: int = PAIRS) -> list[float]:
+        graph = self.graph(action, repeats)
+        return [t / repeats for t in self.timed(graph.replay)]
+
+    def host_us(self) -> float:
+        """Host microseconds per operation, eager, without waiting for the device (LocalWorld: includes switching between ranks)."""
+        self.comm.synchronize()
+        self.comm.barrier()
+        started = time.perf_counter()
+        for _ in range(PAIRS):
+            self.pair()
+        spent = time.perf_counter() - started
+        self.group.check()
+        return spent / PAIRS / 2 * 1e6
+
+
+def measure(comm: Communicator, case: dict[str, int]) -> dict[str, Any]:
+    rank = Rank(comm, case)
+    verified = rank.check()
+    one = torch.zeros(1, device=comm.device)
+    result: dict[str, Any] = {"verified": verified, "pair_us": rank.replayed(rank.pair)}
+    result["heads_pair_us"] = rank.replayed(lambda: [rank.group.rendezvous(OpKind.COMBINE) for _ in range(2)])
+    result["empty_pair_us"] = rank.replayed(lambda: [one.fill_(1) for _ in range(2)])
+    result["dispatch_us"] = rank.replayed(lambda: rank.handle.dispatch(rank.tokens))
+    flushed, flush = rank.replayed(lambda: rank.pair(True), 5), rank.replayed(lambda: rank.flush.zero_(), 5)
+    result["flushed_pair_us"] = [a - statistics.median(flush) for a in flushed]
+    if isinstance(rank.comm, Communicator) and case.get("eager"):
+        result["eager_pair_us"] = [t / PAIRS for t in rank.timed(lambda: [rank.pair() for _ in range(PAIRS)])]
+    result["host_us"] = [rank.host_us() for _ in range(3)][1:]
+    rank.out.fill_(float("nan"))
+    rank.pair()
+    rank.group.check()
+    result["verified"] = verified and bits_equal(rank.out.cpu(), expected(rank.tokens, rank.weights))
+    rank.group.close()
+    return result
+
+
+def summary(case: dict[str, Any], by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """The slowest rank of each replay, then the median over replays."""
+    row = {**case, "verified": all(r["verified"] for r in by_rank)}
+    for key in by_rank[0]:
+        if key != "verified":
+            slowest = [max(step) for step in zip(*(r[key] for r in by_rank), strict=True)]
+            row[key] = round(statistics.median(slowest), 1)
+            if key == "pair_us":
+                row["pair_us_min_max"] = [round(min(slowest), 1), round(max(slowest), 1)]
+    return row
+
+
+def run_local(case: dict[str, Any]) -> dict[str, Any]:
+    with LocalWorld(case["ranks"], "nccl") as world:
+        return summary({**case, "mode": "one process"}, world.run(measure, case))
+
+
+def run_process(rank: int, case: dict[str, Any], ids: Any, results: Any) -> None:
+    try:
+        os.environ["LOCAL_RANK"] = "0"
+        if rank == 0:
+            unique = Communicator.unique_id()
+            for _ in range(case["ranks"] - 1):
+                ids.put(unique)
+        else:
+            unique = ids.get(timeout=WAIT_S)
+        comm = Communicator.init(case["ranks"], rank, unique, device=rank % torch.cuda.device_count())
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results.put((rank, measure(comm, {**case, "eager": 1})))
+    except BaseException:
+        results.put((rank, {"error": traceback.format_exc()[-1500:]}))
+
+
+def run_processes(case: dict[str, Any]) -> dict[str, Any]:
+    context = mp.get_context("spawn")
+    ids, results = context.Queue(), context.Queue()
+    processes = [context.Process(target=run_process, args=(r, case, ids, results), daemon=True) for r in range(case["ranks"])]
+    for p in processes:
+        p.start()
+    try:
+        got = dict(results.get(timeout=WAIT_S) for _ in processes)
+    except queue.Empty:
+        return {**case, "error": f"no answer in {WAIT_S} s"}
+    finally:
+        for p in processes:
+            p.kill()
+    errors = [g["error"] for g in got.values() if "error" in g]
+    return {**case, "mode": "one process per rank", "error": errors[0]} if errors else summary({**case, "mode": "one process per rank"},
+                                                                                               [got[r] for r in sorted(got)])
+
+
+def floors() -> dict[str, Any]:
+    """Bandwidths of device memory in GB/s, read and written bytes counted: copy, write-only, read-only; 1 GiB buffers."""
+    n = 1 << 30
+    a, b = torch.zeros(n // 4, device="cuda"), torch.zeros(n // 4, device="cuda")
+
+    def rate(action: Launch, moved: int) -> float:
+        for _ in range(3):
+            action()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(10):
+            action()
+        end.record()
+        torch.cuda.synchronize()
+        return round(moved * 10 / start.elapsed_time(end) / 1e6)
+
+    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_gb_s": rate(lambda: b.copy_(a), 2 * n),
+            "write_gb_s": rate(lambda: b.fill_(1.0), n), "read_gb_s": rate(lambda: a.sum(), n)}
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--processes", action="store_true")
+    ap.add_argument("--floors", action="store_true")
+    ap.add_argument("--case", type=int, help="index of one case only")
+    ap.add_argument("--hidden", type=int, default=7168)
+    ap.add_argument("--topk", type=int, default=8)
+    args = ap.parse_args()
+    if args.floors:
+        print(json.dumps(floors()), flush=True)
+        return
+    for case in CASES if args.case is None else [CASES[args.case]]:
+        full = {"topk": args.topk, "hidden": args.hidden, **case}
+        try:
+            row = run_processes(full) if args.processes else run_local(full)
+        except Exception:
+            row = {**full, "error": traceback.format_exc()[-1500:]}
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)   # NCCL's own threads may outlive a failed case
