@@ -1,0 +1,37 @@
+"""`python -m ncclep_py doctor` and `python -m ncclep_py demo`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "doctor": "versions, paths, GPUs, and what is wrong with them",
+    "demo": "dispatch and combine a few tokens, on GPUs or in the simulator",
+}
+"""Each is a module of this package with `add_arguments(parser)` and `main(options)`, imported only if asked for."""
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """The command line's parser; only `command` gets its own options."""
+    parser = argparse.ArgumentParser(prog="python -m ncclep_py", description="NCCL EP in Python")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in COMMANDS.items():
+        subparser = commands.add_parser(name, help=text, description=text)
+        if name == command:
+            importlib.import_module(f"ncclep_py.{name}").add_arguments(subparser)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = next((word for word in words if not word.startswith("-")), None)
+    options = build_parser(command).parse_args(words)
+    return importlib.import_module(f"ncclep_py.{options.command}").main(options) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
