@@ -1,0 +1,307 @@
+"""From a kernel's name and shape to a running grid: compile (through the disk cache), load, prepare, enqueue.
+
+``compile_kernel`` needs no GPU; everything from `load` on works on the current CUDA device. A warm cache hit imports neither numba nor a compiler.
+Compile and load for all ranks of a process before any of their kernels runs: loading a module waits for kernels that wait for each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ncclep_py import toolchain
+from ncclep_py.kernel_cache import KernelCache
+from ncclep_py.kernels import ll_combine, ll_dispatch
+from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.memory_map import align
+from ncclep_py.toolchain import check_loaded_nccl, nccl_header_version
+
+__all__ = [
+    "KERNELS",
+    "CompiledKernel",
+    "KernelSpec",
+    "Launch",
+    "LoadedKernel",
+    "check_loaded_nccl",
+    "compile_kernel",
+    "fingerprint",
+    "load",
+    "nccl_header_version",
+    "occupancy",
+    "parameters_of",
+    "self_test",
+    "shared_bytes",
+]
+
+KERNELS: dict[str, tuple[Callable[..., Callable[..., None]], tuple[str, ...]]] = {
+    "ll_dispatch": (ll_dispatch.make_ll_dispatch, ll_dispatch.PARAMETERS),
+    "ll_combine": (ll_combine.make_ll_combine, ll_combine.PARAMETERS),
+}
+"""Factory and run-time parameters by kernel name."""
+
+MAX_SHARED_BYTES = 200 * 1024
+"""Most dynamic shared memory of a block; every supported GPU from sm_90 on has 227 KiB."""
+
+FREE_SHARED_BYTES = 48 * 1024
+"""What a kernel may use without asking."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelSpec:
+    """What is compiled: a name of `KERNELS` and its constants."""
+
+    name: str
+    shape: KernelShape
+
+    def __post_init__(self) -> None:
+        if self.name not in KERNELS:
+            raise ValueError(f"name must be one of {', '.join(KERNELS)}, got {self.name!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """A cubin.
+
+    Attributes:
+        name: name of `KERNELS`.
+        symbol: the kernel's name in the cubin.
+        cubin: machine code for one architecture.
+        info: arch, key, registers, stack, spill_stores, spill_loads, and seconds of the compilation.
+    """
+
+    name: str
+    symbol: str
+    cubin: bytes = dataclasses.field(repr=False)
+    info: dict[str, Any]
+
+
+def parameters_of(name: str) -> tuple[str, ...]:
+    """Run-time values a launch of the kernel takes, in order; all 64-bit integers."""
+    return KERNELS[name][1]
+
+
+def shared_bytes(shape: KernelShape, max_tokens: int, grid: int) -> int:
+    """Dynamic shared memory of a block: two counters per expert, and a row number per (token, k) of the block."""
+    tokens_of_block = -(-max_tokens // grid)
+    needed = align(2 * 4 * shape.num_experts + 4 * tokens_of_block * shape.num_topk, 16)
+    if needed > MAX_SHARED_BYTES:
+        raise ValueError(f"{shape.num_experts} experts and {tokens_of_block} tokens per block ({max_tokens} over {grid} blocks) with "
+                         f"{shape.num_topk} experts each need {needed} bytes of shared memory, at most {MAX_SHARED_BYTES} are available: raise "
+                         "max_num_sms, or lower max_dispatch_tokens_per_rank")
+    return needed
+
+
+# ---- compile -------------------------------------------------------------------------------------------------------------
+@functools.cache
+def _digest(*names: str) -> str:
+    """SHA-256 over source files, by their place in the package."""
+    folder = toolchain.KERNEL_FOLDER.parent
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update(f"{name}\0".encode() + (folder / name).read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _sources(*patterns: str) -> tuple[str, ...]:
+    """Package files of some patterns, sorted."""
+    folder = toolchain.KERNEL_FOLDER.parent
+    return tuple(sorted(str(p.relative_to(folder)) for pattern in patterns for p in folder.glob(pattern) if p.is_file()))
+
+
+def _device_fingerprint(arch: str, lineinfo: bool) -> dict[str, str]:
+    """Everything that decides the code of the device functions."""
+    return {"arch": arch, "lineinfo": str(lineinfo), "device sources": _digest(*_sources("kernels/*.cu", "kernels/headers/**/*", "toolchain.py"))
+            } | toolchain.versions()
+
+
+def fingerprint(spec: KernelSpec, arch: str, lineinfo: bool = False) -> dict[str, str]:
+    """Everything that decides a kernel's code; the key of the disk cache is its digest."""
+    sources = _sources("kernels/*.py", "launch.py", "toolchain.py")
+    return _device_fingerprint(arch, lineinfo) | {"kernel": spec.name, "shape": repr(spec.shape), "sources": _digest(*sources)}
+
+
+def _device_ltoir(arch: str, lineinfo: bool, cache: KernelCache) -> bytes:
+    """The device functions as LTO-IR, through the cache."""
+    name, key = f"device_ops-{arch}", cache.key(_device_fingerprint(arch, lineinfo))
+    found = cache.load(name, key)
+    if found is None:
+        found = {}, toolchain.compile_device(arch, lineinfo=lineinfo)
+        cache.store(name, key, *found)
+    return found[1]
+
+
+def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, lineinfo: bool = False) -> CompiledKernel:
+    """The kernel for `arch`, from the disk cache or compiled now. `lineinfo` keeps source lines for profilers."""
+    cache = KernelCache()
+    name, key = f"{spec.name}-{arch}", cache.key(fingerprint(spec, arch, lineinfo))
+    found = cache.load(name, key)
+    if found is not None:
+        info, cubin = found
+        return CompiledKernel(spec.name, info["symbol"], cubin, info)
+    started = time.perf_counter()
+    device = _device_ltoir(arch, lineinfo, cache)
+    factory, parameters = KERNELS[spec.name]
+    cubin, log = toolchain.link([toolchain.kernel_ltoir(factory, spec.shape, parameters, arch, lineinfo), device], arch, lineinfo)
+    symbols = [s for s in toolchain.entry_symbols(cubin) if spec.name in s]
+    if len(symbols) != 1:
+        raise RuntimeError(f"the cubin of {spec.name} should hold one kernel of that name, it holds {symbols}")
+    info = {"symbol": symbols[0], "arch": arch, "key": key, "seconds": round(time.perf_counter() - started, 3)} | toolchain.resources(log)
+    cache.store(name, key, info, cubin)
+    return CompiledKernel(spec.name, symbols[0], cubin, info)
+
+
+# ---- load and launch -----------------------------------------------------------------------------------------------------
+def _checked(result: tuple) -> Any:
+    """The value of a driver call, or a ``RuntimeError`` with the driver's words."""
+    from cuda.bindings import driver
+
+    if result[0] != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA driver: {driver.cuGetErrorString(result[0])[1].decode()}")
+    return result[1] if len(result) == 2 else None
+
+
+class LoadedKernel:
+    """A kernel on one device; from `load`."""
+
+    def __init__(self, compiled: CompiledKernel, device: int) -> None:
+        from cuda.bindings import driver
+        from cuda.core import ObjectCode
+
+        self.name, self.compiled, self.device = compiled.name, compiled, device
+        self.kernel = ObjectCode.from_cubin(compiled.cubin, name=compiled.name).get_kernel(compiled.symbol)
+        _checked(driver.cuFuncLoad(_checked(driver.cuKernelGetFunction(self.kernel.handle))))   # now, not at the first launch
+        self._allowed = FREE_SHARED_BYTES
+
+    def allow_shared(self, num_bytes: int) -> None:
+        """Let blocks have that much dynamic shared memory."""
+        from cuda.bindings import driver
+
+        if num_bytes > self._allowed:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(driver.cuKernelSetAttribute(attribute, num_bytes, self.kernel.handle, self.device))
+            self._allowed = num_bytes
+
+    def prepare(self, grid: int, block: int, shared_bytes: int, values: Mapping[str, int] | Sequence[int]) -> Launch:
+        """A launch with everything but the stream decided; its values can be changed."""
+        self.allow_shared(shared_bytes)
+        return Launch(self, grid, block, shared_bytes, values)
+
+
+class Launch:
+    """A grid and its arguments, made once and enqueued often; from `LoadedKernel.prepare`."""
+
+    __slots__ = ("_config", "_kernel", "_launch", "_parameters", "_streams", "_values")
+
+    def __init__(self, loaded: LoadedKernel, grid: int, block: int, shared_bytes: int, values: Mapping[str, int] | Sequence[int]) -> None:
+        from cuda.core import LaunchConfig, launch
+
+        self._parameters = parameters_of(loaded.name)
+        self._kernel, self._launch = loaded.kernel, launch
+        self._config = LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes)
+        self._streams: dict[int, Any] = {}
+        self._values: list[int] = []   # cuda.core passes a Python int as 64 bits, faster than a ctypes or numpy scalar
+        self.assign(values)
+
+    def set(self, name: str, value: int) -> None:
+        """Change one value."""
+        self._values[self._parameters.index(name)] = value
+
+    def assign(self, values: Mapping[str, int] | Sequence[int]) -> None:
+        """Change all values."""
+        if isinstance(values, Mapping):
+            unknown = sorted(values.keys() ^ set(self._parameters))
+            if unknown:
+                raise ValueError(f"values must name exactly the kernel's parameters; missing or unknown: {', '.join(unknown)}")
+            values = [values[name] for name in self._parameters]
+        if len(values) != len(self._parameters):
+            raise ValueError(f"the kernel takes {len(self._parameters)} values, got {len(values)}")
+        self._values = list(values)
+
+    def enqueue(self, stream_handle: int) -> None:
+        """Put the grid on a stream, given as CUDA's handle (0 for the default stream)."""
+        stream = self._streams.get(stream_handle)
+        if stream is None:
+            stream = self._streams[stream_handle] = _stream(stream_handle)
+        self._launch(stream, self._config, self._kernel, *self._values)
+
+
+def _stream(handle: int) -> Any:
+    """cuda.core's view of a stream somebody else owns."""
+    from cuda.core import LEGACY_DEFAULT_STREAM, Stream
+
+    return Stream.from_handle(handle) if handle else LEGACY_DEFAULT_STREAM
+
+
+_LOADED: dict[tuple[int, int, str], LoadedKernel] = {}
+
+
+def load(compiled: CompiledKernel) -> LoadedKernel:
+    """The kernel on the current device, ready to run without any further loading; one per process, device and kernel."""
+    from cuda.core import Device
+
+    device = Device()
+    device.set_current()
+    place = (device.device_id, int(device.context.handle), compiled.info["key"])
+    if place not in _LOADED:
+        _LOADED[place] = LoadedKernel(compiled, device.device_id)
+    return _LOADED[place]
+
+
+def occupancy(loaded: LoadedKernel, block: int, shared_bytes: int) -> int:
+    """Blocks of the kernel that run at once on one multiprocessor."""
+    loaded.allow_shared(shared_bytes)
+    return int(loaded.kernel.occupancy.max_active_blocks_per_multiprocessor(block, shared_bytes))
+
+
+# ---- doctor --------------------------------------------------------------------------------------------------------------
+def self_test() -> dict[str, Any]:
+    """Compile a kernel and, where there is a GPU, run two ranks on it: ``compiled``, ``seconds``, ``ran_on_gpu`` (None: no GPU), ``message``."""
+    from ncclep_py.config import GroupConfig
+
+    started = time.perf_counter()
+    outcome: dict[str, Any] = {"compiled": False, "seconds": 0.0, "ran_on_gpu": None, "message": ""}
+    try:
+        shape = KernelShape.build(GroupConfig(num_experts=8, max_dispatch_tokens_per_rank=16, hidden=256, num_topk=2), 2, 2, 8)
+        compiled = compile_kernel(KernelSpec("ll_dispatch", shape), _present_arch() or "sm_90")
+        outcome["compiled"], outcome["message"] = True, f"{compiled.name} for {compiled.info['arch']}: {compiled.info['registers']} registers"
+        if _present_arch():
+            outcome["ran_on_gpu"] = False
+            _run_two_ranks()
+            outcome["ran_on_gpu"] = True
+    except Exception as e:   # a doctor reports whatever is wrong
+        outcome["message"] = f"{type(e).__name__}: {e}"
+    outcome["seconds"] = round(time.perf_counter() - started, 2)
+    return outcome
+
+
+def _present_arch() -> str | None:
+    """Architecture of torch's current device, None without one."""
+    import torch
+
+    return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+
+
+def _run_two_ranks() -> None:
+    """One dispatch and combine between two ranks on this machine's GPUs, checked."""
+    import torch
+
+    from ncclep_py import Group, GroupConfig, Layout, LocalWorld
+
+    def program(comm: Any) -> bool:
+        config = GroupConfig(num_experts=8, max_dispatch_tokens_per_rank=16, hidden=256, num_topk=2, timeout_ns=10**10)
+        with Group.create(comm, config) as group:
+            tokens = torch.full((4, 256), float(comm.rank + 1), dtype=torch.bfloat16, device=comm.device)
+            topk_idx = torch.tensor([[t, 7 - t] for t in range(4)], device=comm.device)
+            with group.create_handle(Layout.EXPERT_MAJOR, topk_idx) as handle:
+                received = handle.dispatch(tokens)
+                combined = handle.combine(received.tokens, topk_weights=torch.full((4, 2), 0.5, device=comm.device))
+                group.check()
+                return bool(torch.equal(combined, tokens))
+
+    with LocalWorld(2, backend="nccl") as world:
+        if not all(world.run(program)):
+            raise RuntimeError("two ranks on the GPU ran, but combine did not give the tokens back")

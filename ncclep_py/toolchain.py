@@ -1,0 +1,228 @@
+"""The compilers and headers of the installed wheels: NVRTC for the ``.cu``, numba-cuda for the Python kernels, nvJitLink for both.
+
+Nothing here needs a CUDA device, a driver or a compiler on the machine. numba is imported in `kernel_ltoir` and nowhere else in the package.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import re
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+__all__ = [
+    "DEVICE_SOURCES",
+    "KERNEL_FOLDER",
+    "MAX_REGISTERS",
+    "OLDEST_NCCL",
+    "check_loaded_nccl",
+    "compile_device",
+    "device_source",
+    "entry_symbols",
+    "include_folders",
+    "kernel_ltoir",
+    "link",
+    "nccl_header_version",
+    "nccl_include",
+    "resources",
+    "version_text",
+    "versions",
+]
+
+KERNEL_FOLDER = Path(__file__).parent / "kernels"
+DEVICE_SOURCES = ("lane_ops.cu", "fabric_ops.cu")
+"""In the order in which they form one NVRTC program."""
+
+MAX_REGISTERS = 128
+"""Of a thread: 65536 registers of a multiprocessor over a block of 512."""
+
+OLDEST_NCCL = 23000
+_EXTRA = "pip install 'ncclep_py[cu12]' or 'ncclep_py[cu13]'"
+
+
+# ---- headers -------------------------------------------------------------------------------------------------------------
+def _wheel_folders() -> list[Path]:
+    """The folders of the ``nvidia`` namespace package."""
+    spec = importlib.util.find_spec("nvidia")
+    return [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
+
+
+def _environment_folder(name: str, *below: str) -> list[Path]:
+    """The folder an environment variable names, if it is set."""
+    return [Path(os.environ[name], *below)] if os.environ.get(name) else []
+
+
+def nccl_include() -> Path:
+    """Folder with ``nccl.h`` and ``nccl_device``: of NCCL_HOME, else of the wheel, else of the system."""
+    places = [*_environment_folder("NCCL_HOME", "include"), *(w / "nccl" / "include" for w in _wheel_folders()), Path("/usr/include")]
+    for place in places:
+        if (place / "nccl.h").is_file() and (place / "nccl_device" / "impl" / "ptr__funcs.h").is_file():
+            return place
+    looked = ", ".join(map(str, places))
+    raise ImportError(f"no NCCL headers with the Device API (nccl.h and nccl_device/) in {looked}; {_EXTRA} brings them, or set NCCL_HOME")
+
+
+def _cuda_includes() -> list[Path]:
+    """Folders that together hold the CUDA runtime's headers and the CUDA C++ core libraries, all from one place."""
+    roots = []
+    for wheels in _wheel_folders():
+        roots += [[wheels / part / "include" for part in ("cuda_runtime", "cuda_cccl", "cuda_nvcc")],
+                  [wheels / "cu13" / "include", wheels / "cu13" / "include" / "cccl"]]
+    for home in [*_environment_folder("CUDA_HOME"), *_environment_folder("CUDA_PATH"), Path("/usr/local/cuda")]:
+        roots.append([home / "include", home / "include" / "cccl"])
+    for folders in roots:
+        if all(any((f / name).is_file() for f in folders) for name in ("cuda_runtime.h", "cuda/std/cstdint", "crt/host_config.h")):
+            return [f for f in folders if f.is_dir()]
+    looked = ", ".join(str(f) for folders in roots for f in folders)
+    raise ImportError(f"no CUDA headers (cuda_runtime.h, crt/ and cuda/std/) in {looked}; {_EXTRA} brings them, or set CUDA_HOME")
+
+
+def include_folders(nccl: Path | None = None) -> list[Path]:
+    """What NVRTC searches, in order: our stand-ins for host headers, NCCL (`nccl`, else the installed one), CUDA."""
+    return [KERNEL_FOLDER / "headers", nccl or nccl_include(), *_cuda_includes()]
+
+
+def nccl_header_version(include: Path | None = None) -> int:
+    """NCCL_VERSION_CODE of the headers kernels are compiled against, e.g. 23203."""
+    header = (include or nccl_include()) / "nccl.h"
+    found = re.search(r"^\s*#\s*define\s+NCCL_VERSION_CODE\s+(\d+)", header.read_text(errors="replace"), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"{header} does not define NCCL_VERSION_CODE; is it NCCL's header?")
+    return int(found[1])
+
+
+def version_text(code: int) -> str:
+    """A version code as people write it: 23203 is 2.32.3."""
+    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+
+
+def check_loaded_nccl(loaded: int) -> None:
+    """``RuntimeError`` unless the library of version code `loaded` is the one whose headers kernels are compiled against: they share structs."""
+    if loaded < OLDEST_NCCL:
+        raise RuntimeError(f"NCCL {version_text(loaded)} is loaded, but {version_text(OLDEST_NCCL)} or newer is needed; upgrade it: {_EXTRA}")
+    headers = nccl_header_version()
+    if loaded != headers:
+        raise RuntimeError(f"NCCL {version_text(loaded)} is loaded, but kernels are compiled against the headers of {version_text(headers)} in "
+                           f"{nccl_include()}; they share data structures and must be equal: set NCCL_HOME to the loaded one, or install one NCCL")
+
+
+# ---- versions ------------------------------------------------------------------------------------------------------------
+def _distribution(name: str) -> str:
+    """Version of an installed distribution, or ``absent``."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+@functools.cache
+def _library_versions() -> dict[str, str]:
+    """Versions of the libraries that cannot change while we run."""
+    try:
+        from cuda.bindings import nvjitlink, nvrtc, nvvm
+    except ImportError as e:
+        raise ImportError(f"compiling kernels needs cuda-bindings and cuda-core: {_EXTRA}") from e
+    found = {name: _distribution(name) for name in ("numba-cuda", "numba", "llvmlite", "cuda-core", "cuda-bindings")}
+    for part in ("cuda-nvrtc", "nvjitlink", "cuda-nvcc", "cuda-runtime", "cuda-cccl"):
+        found[part] = "/".join(_distribution(f"nvidia-{part}{suffix}") for suffix in ("-cu12", ""))
+    error, major, minor = nvrtc.nvrtcVersion()
+    if int(error):
+        raise RuntimeError(f"NVRTC does not tell its version: {error}")
+    return found | {"NVRTC": f"{major}.{minor}", "nvJitLink": str(nvjitlink.version()), "NVVM": f"{nvvm.version()} {nvvm.ir_version()}"}
+
+
+def versions() -> dict[str, str]:
+    """Version of everything that has a say in a compiled kernel, without importing numba."""
+    return _library_versions() | {"NCCL headers": version_text(nccl_header_version()), "includes": ":".join(map(str, include_folders()))}
+
+
+# ---- compilers -----------------------------------------------------------------------------------------------------------
+def device_source() -> str:
+    """The CUDA side of the vocabulary as one program."""
+    return "".join((KERNEL_FOLDER / name).read_text() for name in DEVICE_SOURCES)
+
+
+def compile_device(arch: str, output: str = "ltoir", source: str | None = None, nccl: Path | None = None, lineinfo: bool = False) -> bytes:
+    """`source`, else the package's, by NVRTC to ``ltoir`` or ``ptx``, against the NCCL headers in `nccl`, else the installed ones."""
+    from cuda.core import Program, ProgramOptions
+
+    folders = include_folders(nccl)
+    options = ProgramOptions(name="ncclep_py.cu", std="c++17", arch=arch, include_path=[str(f) for f in folders], relocatable_device_code=True,
+                             link_time_optimization=True if output == "ltoir" else None, lineinfo=lineinfo or None,
+                             device_as_default_execution_space=True)
+    try:
+        return bytes(Program(source or device_source(), code_type="c++", options=options).compile(output).code)
+    except Exception as e:
+        raise RuntimeError(f"NVRTC {_library_versions()['NVRTC']} cannot compile the device functions for {arch} against NCCL "
+                           f"{version_text(nccl_header_version(folders[1]))} in {folders[1]}: {e}") from e
+
+
+def kernel_ltoir(factory: Callable[..., Callable[..., None]], shape: object, parameters: Sequence[str], arch: str, lineinfo: bool = False) -> bytes:
+    """The kernel `factory` makes for `shape`, by numba to LTO-IR that calls the device functions by name."""
+    try:
+        from numba import cuda, types
+    except ImportError as e:
+        raise ImportError(f"compiling kernels needs numba and numba-cuda: {_EXTRA} ({e})") from e
+    from ncclep_py.kernels.ops import OPS, Vocabulary
+
+    def declare(name: str, arity: int) -> object:
+        return cuda.declare_device(f"ep_{name}", f"int64({', '.join(['int64'] * arity)})", abi="c")
+
+    kernel = factory(shape, Vocabulary({name: declare(name, len(op.parameters)) for name, op in OPS.items()}))
+    code, _ = cuda.compile(kernel, (types.int64,) * len(parameters), device=False, cc=_capability(arch), output="ltoir", abi="numba",
+                           lineinfo=lineinfo)
+    return bytes(code)
+
+
+def link(parts: Sequence[bytes], arch: str, lineinfo: bool = False) -> tuple[bytes, str]:
+    """(cubin, log of the assembler) of LTO-IR parts."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    options = LinkerOptions(arch=arch, link_time_optimization=True, max_register_count=MAX_REGISTERS, lineinfo=lineinfo or None, verbose=True,
+                            ptxas_options=["-v"])
+    linker = Linker(*(ObjectCode.from_ltoir(part) for part in parts), options=options)
+    try:
+        return bytes(linker.link("cubin").code), linker.get_info_log()
+    except Exception as e:
+        raise RuntimeError(f"nvJitLink {_library_versions()['nvJitLink']} cannot link a kernel for {arch}: {e}\n{linker.get_error_log()}") from e
+
+
+def _capability(arch: str) -> tuple[int, int]:
+    """``sm_90`` or ``sm_90a`` as (9, 0)."""
+    found = re.fullmatch(r"sm_(\d+)(\d)[a-z]?", arch)
+    if found is None:
+        raise ValueError(f"arch must look like sm_90, got {arch!r}")
+    return int(found[1]), int(found[2])
+
+
+# ---- what came out -------------------------------------------------------------------------------------------------------
+def resources(log: str) -> dict[str, int]:
+    """Registers, and bytes of stack and spills, the largest over all functions the assembler reports."""
+    patterns = {"registers": r"Used (\d+) registers", "stack": r"(\d+) bytes stack frame", "spill_stores": r"(\d+) bytes spill stores",
+                "spill_loads": r"(\d+) bytes spill loads"}
+    found = {name: [int(n) for n in re.findall(pattern, log)] for name, pattern in patterns.items()}
+    missing = [name for name, numbers in found.items() if not numbers]
+    if missing:
+        raise RuntimeError(f"the assembler's log does not report {', '.join(missing)}:\n{log}")
+    return {name: max(numbers) for name, numbers in found.items()}
+
+
+def entry_symbols(cubin: bytes) -> list[str]:
+    """Names of the kernels in a cubin, from its ELF symbol table."""
+    table_at, = struct.unpack_from("<Q", cubin, 40)
+    size, count = struct.unpack_from("<HH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table_at + i * size) for i in range(count)]
+    names = []
+    for _, kind, _, _, at, length, strings, _, _, entry in sections:
+        if kind != 2:   # SHT_SYMTAB
+            continue
+        for symbol in range(at, at + length, entry):
+            name, info, other = struct.unpack_from("<IBB", cubin, symbol)
+            if info & 15 == 2 and other & 0x10:   # a function, and an entry point
+                start = sections[strings][4] + name
+                names.append(cubin[start:cubin.index(b"\0", start)].decode())
+    return names
