@@ -1,0 +1,14 @@
+"""The protocol's judge and the laptop's GPU: runs real kernel functions of many ranks on the CPU under a seeded scheduler.
+
+``Simulator`` (engine) holds memory (``memory``: regions and shadow; ``words``: control words; ``clock``: what happened before what), streams and
+tasks (``task``), a ``scheduler`` with a ``policy``, and the vocabulary (``ops`` over ``call``, ``waits``, ``share``, ``rows``). ``explore`` runs all
+schedules of a small program.
+"""
+
+from __future__ import annotations
+
+from ncclep_py.simulator.engine import Simulator
+from ncclep_py.simulator.errors import DeadlockError, OutOfBoundsError, RaceError, SimulationError, UniformityError
+from ncclep_py.simulator.faults import Faults
+
+__all__ = ["DeadlockError", "Faults", "OutOfBoundsError", "RaceError", "SimulationError", "Simulator", "UniformityError"]

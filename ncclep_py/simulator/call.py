@@ -1,0 +1,160 @@
+"""One call of one operation by one warp: performs the operation's effects in the order and with the strength of the effect table."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ncclep_py.errors import Code, Phase
+from ncclep_py.simulator.task import Cell, Task
+from ncclep_py.simulator.words import Word
+
+if TYPE_CHECKING:
+    from ncclep_py.simulator.engine import Simulator
+
+__all__ = ["Access", "Call", "Effect", "parse"]
+
+LOW = (1 << 32) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """One entry of an effect list, e.g. ``st.relaxed.sys head``.
+
+    Attributes:
+        kind: ``ld``, ``st``, ``atom``, ``fence`` or ``bar``.
+        order: ``weak``, ``nc``, ``relaxed``, ``acquire``, ``release``, ``acq_rel`` or ``sync``.
+        scope: ``cta``, ``gpu`` or ``sys``; empty for plain accesses and barriers.
+        noun: what it touches.
+    """
+
+    kind: str
+    order: str
+    scope: str
+    noun: str
+
+
+@functools.cache
+def parse(text: str) -> Effect:
+    """The effect written as `text`."""
+    words, _, noun = text.strip().partition(" ")
+    kind, order, scope = (words.split(".") + [""])[:3]
+    known = kind in ("ld", "st", "atom", "fence", "bar") and order in ("weak", "nc", "relaxed", "acquire", "release", "acq_rel", "sync")
+    if not known or (scope not in ("cta", "gpu", "sys") and not (kind == "bar" or order in ("weak", "nc"))):
+        raise ValueError(f"not an effect: {text!r}")
+    return Effect(kind, order, scope, noun)
+
+
+class Access:
+    """How a handler touches memory for one effect: with the effect's order and scope."""
+
+    __slots__ = ("agent", "effect", "memory", "scheduler", "sim", "task", "words")
+
+    def __init__(self, task: Task, sim: Simulator, effect: Effect) -> None:
+        self.task, self.agent, self.sim, self.effect = task, task.agent, sim, effect
+        self.memory, self.words, self.scheduler = sim.memory, sim.words, sim.scheduler
+
+    # ---- bytes ----
+    def read(self, address: int, size: int) -> np.ndarray:
+        """Bytes of a plain load."""
+        return self.memory.read(self.agent, address, size, constant=self.effect.order == "nc")
+
+    def write(self, address: int, data: np.ndarray) -> None:
+        """A plain store of bytes."""
+        self.memory.write(self.agent, address, len(data))[:] = data
+
+    # ---- words ----
+    def word(self, address: int) -> Word:
+        """The control word at an address."""
+        return self.words.word(self.agent, address)
+
+    def load(self, word: Word) -> int:
+        """Load a control word."""
+        value = self.words.load(self.agent, word, self.effect.order, self.effect.scope)
+        if self.scheduler.eager:
+            self.task.seen = hash((self.task.seen, value))
+        return value
+
+    def store(self, address: int, value: int) -> None:
+        """Store a control word."""
+        word = self.word(address)
+        self.scheduler.send(word, self.words.store(self.agent, word, value, self.effect.order, self.effect.scope))
+
+    def swap(self, address: int, value: int) -> int:
+        """Atomic exchange; the old value."""
+        return self.words.swap(self.agent, self.word(address), value, self.effect.order, self.effect.scope)
+
+
+Handler = Callable[[Access], "int | None"]
+
+
+class Call:
+    """What operations are written with."""
+
+    def __init__(self, sim: Simulator, name: str, effects: Sequence[str], scope: str, meets: bool) -> None:
+        """`meets`: the declared operation ends with all warps agreeing on its result."""
+        self.sim, self.name, self.scope, self.meets = sim, name, scope, meets
+        self.effects = [parse(e) for e in effects]
+        self.scheduler = sim.scheduler
+
+    def perform(self, task: Task, args: tuple[int, ...], handlers: dict[str, Handler]) -> int:
+        """Perform all effects; a handler's result, if it has one, is the operation's. Block scope: the bitwise or over all warps."""
+        block_scope, scheduler = self.scope == "block", self.scheduler
+        if block_scope:
+            task.block.check_call(task, self.name, args)
+        result, agreed = 0, False
+        for effect in self.effects:
+            scheduler.pause(sync=effect.kind == "atom" or effect.scope in ("gpu", "sys") and effect.kind != "fence")
+            if effect.kind == "bar":
+                result, agreed = scheduler.meet(task, result, join=True), True
+                continue
+            task.agent.tick(task.site)
+            if effect.kind == "fence":
+                task.agent.acquire(effect.scope)
+                task.agent.release(effect.scope)
+                continue
+            handler = handlers.get(effect.noun)
+            if handler is None:
+                raise ValueError(f"{self.name} does not know how to access {effect.noun!r}")
+            value = handler(Access(task, self.sim, effect))
+            if value is not None:
+                result, agreed = value, False
+        if self.meets and not agreed:
+            result = scheduler.meet(task, result, join=False)
+        return result
+
+    def cell(self, task: Task, name: str) -> Cell:
+        """An array in the block's shared memory."""
+        return task.block.cell(name)
+
+    # ---- failure -----------------------------------------------------------------------------------------------------------
+    def note(self, task: Task, fail: int, record: int, code: Code, epoch: int, phase: Phase, rank: int, peer: int, culprit: int, seen: int,
+             expected: int) -> None:
+        """Write the error record, if this is the operation's first and the host has read the last one."""
+        if not self._claim(task, fail + 8, epoch, 1):
+            return
+        held = self.sim.memory.read(task.agent, record, 64).view(np.int64)
+        if held[0] == 0:
+            out = self.sim.memory.write(task.agent, record, 64).view(np.int64)
+            out[:] = (code, epoch, phase, rank, peer, culprit, seen, expected)
+
+    def give_up(self, task: Task, fail: int, record: int, code: Code, epoch: int, phase: Phase, rank: int, peer: int, culprit: int, seen: int,
+                expected: int) -> int:
+        """This rank fails this operation, unless it already did; writes the record. Returns the code."""
+        self._claim(task, fail, epoch, (culprit & 0xFFFFFF) << 8 | code)
+        self.note(task, fail, record, code, epoch, phase, rank, peer, culprit, seen, expected)
+        return int(code)
+
+    def _claim(self, task: Task, address: int, epoch: int, low: int) -> bool:
+        """Compare-and-swap of a word tagged with an epoch: only the first of an epoch succeeds."""
+        words, agent = self.sim.words, task.agent
+        agent.tick(task.site)
+        word = words.word(agent, address)
+        if word.stores[-1].value >> 32 == epoch:
+            return False
+        words.swap(agent, word, epoch << 32 | low, "relaxed", "gpu")
+        return True

@@ -1,0 +1,25 @@
+"""What may go wrong in a run: ranks that die, stall or come late, and waits that give up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["Faults"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Faults:
+    """Faults of one run. Row operations and publications are split into several steps while any is set.
+
+    Attributes:
+        dead: rank -> number of its steps after which it never runs again; what it stored is still delivered.
+        slow: rank -> number of its steps after which it stalls until nobody else can go on without giving up.
+        late: rank -> number of stream entries after which it stalls the same way, i.e. between two kernels.
+        timeouts: waits may give up: when nothing else can happen, and by choice while a rank they wait for is dead or stalls. Of several waits,
+            those for a dead or stalled rank give up first (deadlines are equal, and those waits began first).
+    """
+
+    dead: dict[int, int] = dataclasses.field(default_factory=dict)
+    slow: dict[int, int] = dataclasses.field(default_factory=dict)
+    late: dict[int, int] = dataclasses.field(default_factory=dict)
+    timeouts: bool = False

@@ -1,0 +1,242 @@
+"""Registered memory with a shadow: who last wrote and who last read every few bytes, and how plain accesses are checked against it."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ncclep_py.simulator.clock import Agent, Ledger
+from ncclep_py.simulator.errors import OutOfBoundsError, RaceError
+
+__all__ = ["LOCAL", "WINDOW", "Memory", "Part", "Region", "bytes_of"]
+
+WINDOW, LOCAL = "window", "local"
+PAYLOAD_GRANULE, CONTROL_GRANULE = 16, 4
+LARGE = 1 << 16
+"""Bytes from which a tensor without parts is tracked per 16 bytes, not per 4."""
+
+
+def bytes_of(memory: Any) -> tuple[int, np.ndarray]:
+    """(address, uint8 view) of a CPU tensor or array; the caller keeps `memory` alive."""
+    if isinstance(memory, np.ndarray):
+        address, size, contiguous = memory.ctypes.data, memory.nbytes, memory.flags.c_contiguous
+    else:
+        address, size, contiguous = memory.data_ptr(), memory.numel() * memory.element_size(), memory.is_contiguous()
+        if memory.device.type != "cpu":
+            raise ValueError(f"the simulator runs on CPU memory, got a tensor on {memory.device}")
+    if not contiguous:
+        raise ValueError("the simulator registers contiguous memory only")
+    if size == 0:
+        return address, np.zeros(0, np.uint8)
+    return address, np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
+
+
+class Part:
+    """A named byte range of a region with one granule size.
+
+    Attributes:
+        begin, end: bytes, relative to the region.
+        granule: bytes per shadow entry.
+        words: control words by address (`words.Word`), for parts accessed by relaxed operations.
+        weak: whether a plain access ever touched it.
+    """
+
+    __slots__ = ("begin", "end", "granule", "name", "reads", "weak", "words", "writers", "writes")
+
+    def __init__(self, name: str, begin: int, end: int, granule: int) -> None:
+        self.name, self.begin, self.end, self.granule = name, begin, end, granule
+        self.words: dict[int, Any] = {}
+        self.weak = False
+        self.writers: np.ndarray | None = None
+
+    def shadow(self, slots: int) -> None:
+        """Make the shadow, before the first plain access."""
+        n = -(-(self.end - self.begin) // self.granule)
+        self.writers, self.writes = np.zeros(n, np.int32), np.zeros(n, np.int32)
+        self.reads = np.zeros((n, slots), np.int32)
+        self.weak = True
+
+
+class Region:
+    """Registered memory of one rank."""
+
+    __slots__ = ("address", "begins", "bytes", "end", "keep", "kind", "name", "parts", "rank", "uses")
+
+    def __init__(self, memory: Any, name: str, rank: int, kind: str, parts: Sequence[tuple[str, int, int]]) -> None:
+        self.address, self.bytes = bytes_of(memory)
+        self.end = self.address + len(self.bytes)
+        self.keep, self.name, self.rank, self.kind, self.uses = memory, name, rank, kind, 1
+        self.parts: list[Part] = []
+        at = 0
+        for part, begin, end in sorted(parts, key=lambda p: p[1]):
+            self._add(name, at, begin)
+            self._add(part, begin, min(end, len(self.bytes)))
+            at = max(at, end)
+        self._add(name, at, len(self.bytes))
+        self.begins = [p.begin for p in self.parts]
+
+    def _add(self, name: str, begin: int, end: int) -> None:
+        if begin < end:
+            payload = name.startswith("SLOT") and name != "SLOT_HEADERS" or (name == self.name and self.kind == LOCAL and end - begin >= LARGE)
+            self.parts.append(Part(name, begin, end, PAYLOAD_GRANULE if payload else CONTROL_GRANULE))
+
+    def split(self, begin: int, end: int) -> Iterator[tuple[Part, int, int]]:
+        """(part, begin, end) with bytes relative to the part."""
+        i = bisect.bisect_right(self.begins, begin) - 1
+        while begin < end:
+            part = self.parts[i]
+            stop = min(end, part.end)
+            yield part, begin - part.begin, stop - part.begin
+            begin, i = stop, i + 1
+
+    def part(self, address: int) -> Part:
+        """The part that holds `address`."""
+        return self.parts[bisect.bisect_right(self.begins, address - self.address) - 1]
+
+
+class Memory:
+    """All registered memory; checks and performs plain accesses."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.regions: list[Region] = []
+        self._bases: list[int] = []
+
+    # ---- registration --------------------------------------------------------------------------------------------------
+    def add(self, region: Region) -> Region:
+        """Register; bytes inside an already registered region share its shadow."""
+        i = bisect.bisect_right(self._bases, region.address)
+        for other in self.regions[max(i - 1, 0):i + 1]:
+            if len(region.bytes) and region.address < other.end and other.address < region.end:
+                if other.address <= region.address and region.end <= other.end and other.rank == region.rank:
+                    other.uses += 1
+                    return other
+                raise ValueError(f"{region.name} of rank {region.rank} overlaps {other.name} of rank {other.rank}")
+        if len(region.bytes):
+            self.regions.insert(i, region)
+            self._bases.insert(i, region.address)
+        return region
+
+    def remove(self, region: Region) -> None:
+        """Forget a region when its last user is gone."""
+        region.uses -= 1
+        if region.uses == 0 and region in self.regions:
+            i = self.regions.index(region)
+            del self.regions[i], self._bases[i]
+
+    def grow(self, capacity: int) -> None:
+        """Make room for clocks of `capacity` slots."""
+        for region in self.regions:
+            for part in region.parts:
+                if part.writers is not None:
+                    part.reads = np.pad(part.reads, ((0, 0), (0, capacity - part.reads.shape[1])))
+                for word in part.words.values():
+                    word.grow(capacity)
+
+    def find(self, agent: Agent, address: int, size: int) -> Region:
+        """The region of an access; `OutOfBoundsError` if there is none this rank may touch."""
+        i = bisect.bisect_right(self._bases, address) - 1
+        region = self.regions[i] if i >= 0 else None
+        if region is None or address + size > region.end:
+            near = "" if region is None else f"; the memory before it is {region.name} of rank {region.rank}, {region.end - region.address} bytes, " \
+                                             f"and this is byte {address - region.address} of it"
+            raise OutOfBoundsError(f"{self._me(agent)} accesses {size} bytes at {address:#x}, which nobody registered{near}")
+        if region.rank != agent.rank and region.kind != WINDOW:
+            raise OutOfBoundsError(f"{self._me(agent)} accesses {region.name}, private memory of rank {region.rank}")
+        return region
+
+    # ---- plain accesses ------------------------------------------------------------------------------------------------
+    def read(self, agent: Agent, address: int, size: int, constant: bool = False) -> np.ndarray:
+        """The bytes at `address` after checking a plain load; `constant`: a load that may see memory as it was before the kernel."""
+        if size <= 0:
+            return np.zeros(0, np.uint8)
+        region = self.find(agent, address, size)
+        begin = address - region.address
+        for part, b, e in region.split(begin, begin + size):
+            g = self._granules(part, b, e)
+            writers, writes = part.writers[g], part.writes[g]
+            bad = agent.clock[writers] < writes
+            if bad.any():
+                self._race(agent, region, part, g, int(bad.argmax()), "reads", writers, writes, "writes")
+            if constant and (late := agent.start[writers] < writes).any():
+                i = int(late.argmax())
+                raise RaceError(f"{self._me(agent)} reads {self._where(region, part, g.start + i)} with ld.nc, but it was written during this kernel "
+                                f"by {self.ledger.describe(int(writers[i]), int(writes[i]))}")
+            part.reads[g, agent.slot] = agent.time
+            for word in self._words(region, part, b, e):
+                word.check_plain(self, agent, region, part, writing=False)
+        return region.bytes[begin:begin + size]
+
+    def write(self, agent: Agent, address: int, size: int) -> np.ndarray:
+        """The bytes at `address`, to be written now, after checking a plain store."""
+        if size <= 0:
+            return np.zeros(0, np.uint8)
+        region = self.find(agent, address, size)
+        begin = address - region.address
+        for part, b, e in region.split(begin, begin + size):
+            g = self._granules(part, b, e)
+            writers, writes = part.writers[g], part.writes[g]
+            bad = agent.clock[writers] < writes
+            if bad.any():
+                self._race(agent, region, part, g, int(bad.argmax()), "writes", writers, writes, "writes")
+            unread = part.reads[g] > agent.clock
+            if unread.any():
+                i, slot = (int(x) for x in np.argwhere(unread)[0])
+                self._race(agent, region, part, g, i, "writes", {i: slot}, {i: int(part.reads[g][i, slot])}, "reads")
+            writers[:], writes[:] = agent.slot, agent.time
+            for word in self._words(region, part, b, e):
+                word.check_plain(self, agent, region, part, writing=True)
+        return region.bytes[begin:begin + size]
+
+    def check_strong(self, agent: Agent, region: Region, address: int, writing: bool) -> None:
+        """Check a relaxed access of a 64-bit word against plain accesses to the same bytes."""
+        begin = address - region.address
+        for part, b, e in region.split(begin, begin + 8):
+            if not part.weak:
+                continue
+            g = self._granules(part, b, e)
+            bad = agent.clock[part.writers[g]] < part.writes[g]
+            if bad.any():
+                self._race(agent, region, part, g, int(bad.argmax()), "accesses (relaxed)", part.writers[g], part.writes[g], "writes (weak)")
+            if writing and (unread := part.reads[g] > agent.clock).any():
+                i, slot = (int(x) for x in np.argwhere(unread)[0])
+                self._race(agent, region, part, g, i, "writes (relaxed)", {i: slot}, {i: int(part.reads[g][i, slot])}, "reads (weak)")
+
+    def _granules(self, part: Part, begin: int, end: int) -> slice:
+        if part.writers is None:
+            part.shadow(self.ledger.capacity)
+        return slice(begin // part.granule, -(-end // part.granule))
+
+    @staticmethod
+    def _words(region: Region, part: Part, begin: int, end: int) -> list[Any]:
+        if not part.words:
+            return []
+        low, high = region.address + part.begin + begin, region.address + part.begin + end
+        return [word for at, word in part.words.items() if at < high and at + 8 > low]
+
+    # ---- messages --------------------------------------------------------------------------------------------------------
+    def _me(self, agent: Agent) -> str:
+        return self.ledger.describe(agent.slot, agent.time)
+
+    @staticmethod
+    def _where(region: Region, part: Part, granule: int) -> str:
+        begin = granule * part.granule
+        return f"{part.name}[{begin}:{min(begin + part.granule, part.end - part.begin)}] of rank {region.rank}"
+
+    def _race(self, agent: Agent, region: Region, part: Part, g: slice, i: int, mine: str, slots: Any, times: Any, theirs: str) -> None:
+        where = self._where(region, part, g.start + i)
+        raise RaceError(self.sentence(agent, where, mine, int(slots[i]), int(times[i]), theirs))
+
+    def sentence(self, agent: Agent, where: str, mine: str, slot: int, time: int, theirs: str) -> str:
+        """A race in words: both sides, the bytes, and the ordering that is missing."""
+        ledger, known = self.ledger, int(agent.clock[slot])
+        rank = ledger.slots[slot][0]
+        last = ledger.logs[slot][known] if 0 < known < len(ledger.logs[slot]) else None
+        seen = f"only up to its {last[0]} in {last[3]}" if last else "nothing yet"
+        how = "no barrier or acq_rel.gpu access" if rank == agent.rank else "no release of system scope after that access, acquired by an acquire,"
+        return (f"{self._me(agent)} {mine} {where}, and {ledger.describe(slot, time)} {theirs} it: {how} orders the two. "
+                f"Of {ledger.name(slot)}, this warp has seen {seen} (time {known} of {time}).")
