@@ -13,6 +13,7 @@ import re
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "DEVICE_SOURCES",
@@ -147,18 +148,36 @@ def device_source() -> str:
 
 
 def compile_device(arch: str, output: str = "ltoir", source: str | None = None, nccl: Path | None = None, lineinfo: bool = False) -> bytes:
-    """`source`, else the package's, by NVRTC to ``ltoir`` or ``ptx``, against the NCCL headers in `nccl`, else the installed ones."""
-    from cuda.core import Program, ProgramOptions
+    """`source`, else the package's, by NVRTC to ``ltoir`` or ``ptx``, against the NCCL headers in `nccl`, else the installed ones.
+
+    NVRTC is called by its own binding: cuda.core's ``Program`` wants a driver to make PTX.
+    """
+    from cuda.bindings import nvrtc
 
     folders = include_folders(nccl)
-    options = ProgramOptions(name="ncclep_py.cu", std="c++17", arch=arch, include_path=[str(f) for f in folders], relocatable_device_code=True,
-                             link_time_optimization=True if output == "ltoir" else None, lineinfo=lineinfo or None,
-                             device_as_default_execution_space=True)
+    options = ["-std=c++17", f"-arch={arch}", "-rdc=true", "-default-device", *(f"-I{f}" for f in folders)]
+    options += ["-dlto"] * (output == "ltoir") + ["-lineinfo"] * lineinfo
+    program = _nvrtc(nvrtc.nvrtcCreateProgram((source or device_source()).encode(), b"ncclep_py.cu", 0, [], []))
     try:
-        return bytes(Program(source or device_source(), code_type="c++", options=options).compile(output).code)
-    except Exception as e:
-        raise RuntimeError(f"NVRTC {_library_versions()['NVRTC']} cannot compile the device functions for {arch} against NCCL "
-                           f"{version_text(nccl_header_version(folders[1]))} in {folders[1]}: {e}") from e
+        error, = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+        if int(error):
+            log = bytearray(_nvrtc(nvrtc.nvrtcGetProgramLogSize(program)))
+            _nvrtc(nvrtc.nvrtcGetProgramLog(program, log))
+            raise RuntimeError(f"NVRTC {_library_versions()['NVRTC']} cannot compile the device functions for {arch} against NCCL "
+                               f"{version_text(nccl_header_version(folders[1]))} in {folders[1]}:\n{log.rstrip(bytes(1)).decode()}")
+        size, code = (nvrtc.nvrtcGetLTOIRSize, nvrtc.nvrtcGetLTOIR) if output == "ltoir" else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+        made = bytearray(_nvrtc(size(program)))
+        _nvrtc(code(program, made))
+        return bytes(made)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _nvrtc(result: tuple) -> Any:
+    """The value of an NVRTC call, or a ``RuntimeError``."""
+    if int(result[0]):
+        raise RuntimeError(f"NVRTC: {result[0].name}")
+    return result[1] if len(result) == 2 else None
 
 
 def kernel_ltoir(factory: Callable[..., Callable[..., None]], shape: object, parameters: Sequence[str], arch: str, lineinfo: bool = False) -> bytes:

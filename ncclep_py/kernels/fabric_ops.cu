@@ -1,15 +1,6 @@
 // Fabric operations: what a rank does to and with other ranks, over NCCL's Device API. Declared, with scope and memory order, in ops.py;
 // follows lane_ops.cu in one NVRTC program. The only device code that knows NCCL's names.
-#include <cuda/std/climits>
-#include <cuda/std/cstddef>
-#include <cuda/std/cstdint>
-#define NCCL_GIN_PROXY_ENABLE 0
-#define NCCL_GIN_GPI_ENABLE 0
-#define NCCL_GIN_EFA_GDA_ENABLE 0
-#define NCCL_GIN_GDAKI_ENABLE 0
-#include <nccl_device/impl/comm__funcs.h>
-#include <nccl_device/impl/core__funcs.h>
-#include <nccl_device/impl/ptr__funcs.h>
+#include <nccl_lsa.h>
 
 // One address per location and kernel: my own window, too, is reached through its LSA address.
 INLINE u64 peer_at(i64 window, i64 offset, i64 peer) { return (u64)ncclGetLsaPointer((ncclWindow_t)window, offset, int(peer)); }
