@@ -24,7 +24,8 @@ NEEDED_NCCL = 23000
 
 OLDEST_CAPABILITY = (8, 0)
 
-GPU_ROWS = ("numba-cuda", "numba", "llvmlite", "cuda-core", "cuda-bindings", "nccl4py", "nvrtc", "nvJitLink", "nvvm", "NCCL (libnccl)", "NCCL (nccl.h)")
+GPU_ROWS = ("numba-cuda", "numba", "llvmlite", "cuda-core", "cuda-bindings", "nccl4py", "nvrtc", "nvJitLink", "nvvm",
+            "NCCL (libnccl)", "NCCL (nccl.h)")
 """Rows of "versions" that the GPU path needs, all of them."""
 
 Facts = dict[str, Any]
