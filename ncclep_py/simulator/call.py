@@ -86,7 +86,10 @@ class Access:
 
     def swap(self, address: int, value: int) -> int:
         """Atomic exchange; the old value."""
-        return self.words.swap(self.agent, self.word(address), value, self.effect.order, self.effect.scope)
+        word = self.word(address)
+        old, store = self.words.swap(self.agent, word, value, self.effect.order, self.effect.scope)
+        self.scheduler.send(word, store)
+        return old
 
 
 Handler = Callable[[Access], "int | None"]
@@ -154,7 +157,9 @@ class Call:
         words, agent = self.sim.words, task.agent
         agent.tick(task.site)
         word = words.word(agent, address)
-        if word.stores[-1].value >> 32 == epoch:
+        last = word.stores[-1]
+        if last.value >> 32 == epoch:
+            word.show(agent.rank, last)
             return False
-        words.swap(agent, word, epoch << 32 | low, "relaxed", "gpu")
+        self.scheduler.send(word, words.swap(agent, word, epoch << 32 | low, "relaxed", "gpu")[1])
         return True

@@ -62,6 +62,9 @@ class Cell:
 
     def read(self, task: Task) -> None:
         """Check a plain load."""
+        if self.name not in task.block.values:
+            ledger = task.agent.ledger
+            raise RaceError(f"{ledger.describe(task.agent.slot, task.agent.time)} reads shared memory {self.name!r}, which nobody wrote")
         for slot, (time, _) in self.writers.items():
             self._order(task, "reads", slot, time, "writes")
         self.readers[task.agent.slot] = task.agent.time

@@ -133,8 +133,8 @@ class Words:
         self.memory.check_strong(agent, word.region, word.address, writing=True)
         return word.append(value, agent, scope, *self._carried(agent, order, scope))
 
-    def swap(self, agent: Agent, word: Word, value: int, order: str, scope: str) -> int:
-        """Atomic exchange with the newest value; ``relaxed`` or ``acq_rel``. Continues the release sequence. Returns the old value."""
+    def swap(self, agent: Agent, word: Word, value: int, order: str, scope: str) -> tuple[int, Store]:
+        """Atomic exchange with the newest value; ``relaxed`` or ``acq_rel``. Continues the release sequence. The old value and the store."""
         last = word.stores[-1]
         self._check_scope(agent, word, last, scope)
         self.memory.check_strong(agent, word.region, word.address, writing=True)
@@ -142,8 +142,7 @@ class Words:
         gpu, sys = self._carried(agent, order, scope)
         if last.rank == agent.rank:
             gpu, sys = _both(gpu, last.carried_gpu), _both(sys, last.carried_sys)
-        word.show(agent.rank, word.append(value, agent, scope, gpu, sys))
-        return last.value
+        return last.value, word.append(value, agent, scope, gpu, sys)
 
     @staticmethod
     def _take(agent: Agent, store: Store, order: str, scope: str) -> None:
