@@ -92,7 +92,7 @@ CASES = [
     (machine(nccl__device_api=False), [("error", "NCCL Device API")], "ncclDevCommCreate"),
     (machine(toolkit__nvrtc=(13, 4), toolkit__nvjitlink=(13, 2)), [("error", "nvJitLink")], "13.4"),
     (machine(toolkit__nvrtc=(13, 0), toolkit__nvjitlink=(12, 9)), [("error", "nvJitLink"), ("warn", "NCCL device library")], "12.9"),
-    (machine(toolkit__nvrtc=(12, 9), torch__cuda="12.8", nccl__cuda=None), [("warn", "torch's CUDA"), ("error", "nvJitLink")], "CUDA 12.9"),
+    (machine(toolkit__nvrtc=(12, 9), torch__cuda="12.8", nccl__cuda=None), [("error", "nvJitLink")], "nvJitLink 13.5"),
     (machine(toolkit__nvjitlink=(13, 0)), [("warn", "NCCL device library")], "libnccl_device.ltoir"),
     (machine(versions=HEALTHY["versions"] | {"numpy": row("2.5.1")}), [("error", "numpy")], "2.5.1"),
     (without(machine(), "nccl4py"), [("error", "GPU packages")], "nccl4py"),
