@@ -220,14 +220,11 @@ def _capability(arch: str) -> tuple[int, int]:
 
 # ---- what came out -------------------------------------------------------------------------------------------------------
 def resources(log: str) -> dict[str, int]:
-    """Registers, and bytes of stack and spills, the largest over all functions the assembler reports."""
+    """Registers, and bytes of stack and spills, the largest over all functions the assembler reports; empty where it reports nothing (nvJitLink 13.0)."""
     patterns = {"registers": r"Used (\d+) registers", "stack": r"(\d+) bytes stack frame", "spill_stores": r"(\d+) bytes spill stores",
                 "spill_loads": r"(\d+) bytes spill loads"}
     found = {name: [int(n) for n in re.findall(pattern, log)] for name, pattern in patterns.items()}
-    missing = [name for name, numbers in found.items() if not numbers]
-    if missing:
-        raise RuntimeError(f"the assembler's log does not report {', '.join(missing)}:\n{log}")
-    return {name: max(numbers) for name, numbers in found.items()}
+    return {name: max(numbers) for name, numbers in found.items() if numbers}
 
 
 def entry_symbols(cubin: bytes) -> list[str]:
