@@ -6,6 +6,7 @@ a file or none. A damaged file is the same as none.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -14,10 +15,21 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["KernelCache", "cache_folder"]
+__all__ = ["KernelCache", "cache_folder", "digest_of"]
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = "1"
+_PACKAGE = Path(__file__).parent
+_unwritable: set[Path] = set()   # warned of
+
+
+@functools.cache
+def digest_of(*patterns: str) -> str:
+    """SHA-256 over the package's files of some patterns, by their place in the package."""
+    digest = hashlib.sha256()
+    for path in sorted({p for pattern in patterns for p in _PACKAGE.glob(pattern) if p.is_file()}):
+        digest.update(f"{path.relative_to(_PACKAGE)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def cache_folder() -> Path:
@@ -67,8 +79,10 @@ class KernelCache:
                 file.write(hashlib.sha256(body).hexdigest().encode() + body)
             os.replace(part, self.path(name, key))
         except OSError as e:
-            _LOG.warning("kernels are compiled again in every process: cannot write %s (%s); set NCCLEP_CACHE_DIR to a folder that can be written",
-                         self.folder, e.strerror or e)
+            if self.folder not in _unwritable:
+                _LOG.warning("kernels are compiled again in every process: cannot write %s (%s); let NCCLEP_CACHE_DIR name a folder that can be "
+                             "written", self.folder, e.strerror or e)
+            _unwritable.add(self.folder)
             if part is not None and os.path.exists(part):
                 os.unlink(part)
             return False

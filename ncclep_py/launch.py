@@ -7,14 +7,12 @@ Compile and load for all ranks of a process before any of their kernels runs: lo
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ncclep_py import toolchain
-from ncclep_py.kernel_cache import KernelCache
+from ncclep_py.kernel_cache import KernelCache, digest_of
 from ncclep_py.kernels import ll_combine, ll_dispatch
 from ncclep_py.kernels.shape import KernelShape
 from ncclep_py.memory_map import align
@@ -96,32 +94,16 @@ def shared_bytes(shape: KernelShape, max_tokens: int, grid: int) -> int:
 
 
 # ---- compile -------------------------------------------------------------------------------------------------------------
-@functools.cache
-def _digest(*names: str) -> str:
-    """SHA-256 over source files, by their place in the package."""
-    folder = toolchain.KERNEL_FOLDER.parent
-    digest = hashlib.sha256()
-    for name in names:
-        digest.update(f"{name}\0".encode() + (folder / name).read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-def _sources(*patterns: str) -> tuple[str, ...]:
-    """Package files of some patterns, sorted."""
-    folder = toolchain.KERNEL_FOLDER.parent
-    return tuple(sorted(str(p.relative_to(folder)) for pattern in patterns for p in folder.glob(pattern) if p.is_file()))
-
-
 def _device_fingerprint(arch: str, lineinfo: bool) -> dict[str, str]:
     """Everything that decides the code of the device functions."""
-    return {"arch": arch, "lineinfo": str(lineinfo), "device sources": _digest(*_sources("kernels/*.cu", "kernels/headers/**/*", "toolchain.py"))
-            } | toolchain.versions()
+    sources = digest_of("kernels/*.cu", "kernels/headers/**/*", "toolchain.py")
+    return {"arch": arch, "lineinfo": str(lineinfo), "device sources": sources} | toolchain.versions()
 
 
 def fingerprint(spec: KernelSpec, arch: str, lineinfo: bool = False) -> dict[str, str]:
     """Everything that decides a kernel's code; the key of the disk cache is its digest."""
-    sources = _sources("kernels/*.py", "launch.py", "toolchain.py")
-    return _device_fingerprint(arch, lineinfo) | {"kernel": spec.name, "shape": repr(spec.shape), "sources": _digest(*sources)}
+    sources = digest_of("kernels/*.py", "launch.py")
+    return _device_fingerprint(arch, lineinfo) | {"kernel": spec.name, "shape": repr(spec.shape), "kernel sources": sources}
 
 
 def _device_ltoir(arch: str, lineinfo: bool, cache: KernelCache) -> bytes:
@@ -267,7 +249,7 @@ def self_test() -> dict[str, Any]:
     try:
         shape = KernelShape.build(GroupConfig(num_experts=8, max_dispatch_tokens_per_rank=16, hidden=256, num_topk=2), 2, 2, 8)
         compiled = compile_kernel(KernelSpec("ll_dispatch", shape), _present_arch() or "sm_90")
-        outcome["compiled"], outcome["message"] = True, f"{compiled.name} for {compiled.info['arch']}: {compiled.info['registers']} registers"
+        outcome["compiled"], outcome["message"] = True, f"{compiled.name} for {compiled.info['arch']}: {compiled.info.get('registers', 'unreported')} registers"
         if _present_arch():
             outcome["ran_on_gpu"] = False
             _run_two_ranks()

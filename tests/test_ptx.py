@@ -1,0 +1,347 @@
+"""The effects `kernels.ops` declares, found in the PTX that NVRTC makes of the CUDA side; and mutants of it that must not pass.
+
+The check reads each operation's control flow, not its text: NVRTC moves blocks about. It knows which parameter an address comes from, so it can
+tell whose memory an access touches. For every operation:
+
+* all accesses to global memory, fences and barriers are declared, with exactly their order, scope and noun (failure path: see `FAILURE`);
+* on *every* path from entry to end, what lies between two fences or barriers stays between them, and no fence or barrier is left out
+  (a stretch between two barriers may be skipped as a whole: one warp does it for the block);
+* *some* path has all declared effects in declared order;
+* shared memory that the whole block uses is separated by barriers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs an extra cu12 or cu13")
+
+from ncclep_py import toolchain
+from ncclep_py.kernels.ops import OPS, Op
+
+POINTERS = ("word", "header", "counter", "fail", "record", "topk_idx", "tokens", "weights", "out", "table", "expert_counters",
+            "heads", "arrived", "counts", "slot")
+NOUN = {"word": "epoch", "counter": "blocks_done", "counts": "count", "heads": "head"}   # parameter -> noun, where they differ
+SYNONYM = {"signature": "head"}   # two words of one HEAD; loads cannot be told apart, stores by what they store
+FAILURE = {"ld.relaxed.gpu fail", "atom.relaxed.gpu fail", "ld.volatile record", "st.volatile record", "membar.sys"}
+
+
+# ---- PTX ------------------------------------------------------------------------------------------------------------------
+@dataclasses.dataclass
+class Instruction:
+    """One instruction; `effect` is its effect in the words of `kernels.ops`, None if it has none outside registers."""
+
+    op: str
+    operands: str
+    guarded: bool
+    effect: str | None = None
+    offset: int = 0
+
+
+def functions(ptx: str) -> dict[str, tuple[list[Instruction], dict[int, list[int]]]]:
+    """Instructions of every operation, and which instruction may follow which."""
+    found = re.finditer(r"\.func\s+\([^)]*\)\s*ep_(\w+)\((.*?)\n\)?\s*\{(.*?)\n\}", ptx, re.DOTALL)
+    return {m[1]: parse(m[1], m[3]) for m in found}
+
+
+def parse(name: str, body: str) -> tuple[list[Instruction], dict[int, list[int]]]:
+    """Instructions and control flow of one function body."""
+    body = re.sub(r"//[^\n]*", "", body)
+    body = re.sub(r"(\$L\w+):", r"\1:;", body)
+    code: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for statement in body.split(";"):
+        text = " ".join(statement.replace("\t", " ").split()).lstrip("{} ").strip()
+        if re.fullmatch(r"\$L\w+:", text):
+            labels[text[:-1]] = len(code)
+        elif text and not text.startswith("."):
+            guard, op, operands = re.fullmatch(r"(@!?%\w+ )?([\w.:]+) ?(.*)", text).groups()
+            code.append(Instruction(op, operands, guard is not None))
+    follow: dict[int, list[int]] = {}
+    for i, instruction in enumerate(code):
+        root = instruction.op.split(".")[0]
+        assert root not in ("call", "brx"), f"ep_{name} has a {instruction.op}: an operation must be self-contained"
+        after = [labels[instruction.operands]] if root == "bra" else []
+        if root not in ("bra", "ret", "exit", "trap") or instruction.guarded:
+            after.append(i + 1)
+        follow[i] = after
+    annotate(name, code)
+    return code, follow
+
+
+def annotate(name: str, code: list[Instruction]) -> None:
+    """Give every instruction its effect; follows parameters through registers to the addresses made of them."""
+    comes_from: dict[str, set[str]] = {}
+    parameters = OPS[name].parameters
+
+    def sources(text: str) -> set[str]:
+        return set().union(*(comes_from.get(r, set()) for r in re.findall(r"%\w+|\b[lh]\b", text) if not r.startswith("%p")))
+
+    changed = True
+    while changed:
+        changed = False
+        for i in code:
+            kind = i.op.split(".")[0]
+            if kind in ("st", "red", "bar", "fence", "membar", "bra", "ret"):
+                continue
+            to, _, rest = i.operands.partition("}," if i.operands.startswith("{") else ",")
+            if i.op.startswith("ld.param"):
+                made = {parameters[int(re.search(r"_param_(\d+)", rest)[1])]}
+            elif kind in ("ld", "atom"):
+                made = {"window"} & sources(rest) if not sources(rest) & set(POINTERS) else set()
+            else:
+                made = sources(rest)
+            for register in re.findall(r"%\w+|\b[lh]\b", to):
+                known = comes_from.setdefault(register, set())
+                changed |= not made <= known
+                known |= made
+    for i in code:
+        i.effect = effect(i, sources)
+
+
+def effect(i: Instruction, sources) -> str | None:
+    """The effect of one instruction."""
+    words = i.op.split(".")
+    kind = words[0]
+    if kind in ("bar", "barrier"):
+        return "bar.warp" if "warp" in words else "bar.sync"
+    if kind in ("fence", "membar"):
+        return i.op
+    if kind not in ("ld", "st", "atom", "red") or "param" in words:
+        return None
+    if "shared" in words:
+        return f"{kind}.shared"
+    address, value = re.search(r"\[([^]]*)\]", i.operands)[1], i.operands.partition("]")[2]
+    i.offset = int((re.search(r"\+(-?\d+)", address) or [0, 0])[1])
+    where = sources(address)
+    whose = sorted(where & set(POINTERS)) or sorted(where & {"window"})
+    noun = "+".join(NOUN.get(w, w) for w in whose) or f"unknown memory [{address}]"
+    if kind == "st" and noun == "head" and "signature" in sources(value):
+        noun = "signature"
+    strengths = [w for w in ("relaxed", "acquire", "release", "acq_rel", "volatile", "nc") if w in words]
+    scopes = [w for w in ("cta", "cluster", "gpu", "sys") if w in words]
+    return ".".join([kind, *(strengths or ["weak"]), *scopes]) + f" {noun}"
+
+
+# ---- the check --------------------------------------------------------------------------------------------------------------
+def is_order(effect: str) -> bool:
+    """Fences and barriers, and atomics that are both."""
+    return effect.startswith(("bar.sync", "fence", "atom.acq_rel"))
+
+
+def complaints(op: Op, code: list[Instruction], follow: dict[int, list[int]]) -> list[str]:
+    """What is wrong with one compiled operation."""
+    ignored = {"bar.warp", "ld.shared", "st.shared", "atom.shared"} | ({"ld.weak window"} if "window" in op.parameters else set())
+    allowed = set(op.effects) | ignored | ({"bar.sync"} if op.scope == "block" else set())
+    if any(e == "ld.relaxed.sys signature" for e in op.effects):
+        allowed.add("ld.relaxed.sys head")
+    if "fail" in op.parameters and "record" in op.parameters:
+        allowed |= FAILURE
+    wrong = [f"undeclared {e}" for e in sorted({i.effect for i in code if i.effect} - allowed)]
+    if wrong:
+        return wrong
+    trace = [None if i.effect in ignored or (i.effect in FAILURE and i.effect not in op.effects) else i.effect for i in code]
+    if not some_path(op.effects, trace, follow):
+        wrong.append("no path has all effects in declared order")
+    wrong += every_path(op, trace, follow) + shared_memory(op, code, follow) + record(code, follow)
+    return wrong
+
+
+def same(declared: str, found: str) -> bool:
+    """Whether an instruction's effect is the declared one."""
+    if declared.startswith("ld"):
+        kind, _, noun = declared.partition(" ")
+        return found == f"{kind} {SYNONYM.get(noun, noun)}"
+    return found == declared
+
+
+def some_path(effects: tuple[str, ...], trace: list[str | None], follow: dict[int, list[int]]) -> bool:
+    """Whether the effects occur in order on some path."""
+    start = {0}
+    for wanted in effects:
+        hits = {i for i in reach(start, follow) if i < len(trace) and trace[i] is not None and same(wanted, trace[i])}
+        if not hits:
+            return False
+        start = {n for i in hits for n in follow[i]}
+    return True
+
+
+def reach(start: set[int], follow: dict[int, list[int]], without: set[int] = frozenset()) -> set[int]:
+    """Instructions reachable from `start` (included) without stepping on some."""
+    seen, work = set(), list(start)
+    while work:
+        i = work.pop()
+        if i not in seen and i not in without:
+            seen.add(i)
+            work.extend(follow.get(i, []))
+    return seen
+
+
+def every_path(op: Op, trace: list[str | None], follow: dict[int, list[int]]) -> list[str]:
+    """Run all paths through the automaton of declared effects; report the first instructions it cannot take.
+
+    A state is (index of the next effect that must come, whether the stretch between two barriers has begun). Accesses may come any number of
+    times, fences exactly in their place. A stretch that has not begun may be skipped as a whole: one warp does it for the block.
+    """
+    effects, end = op.effects, len(op.effects)
+
+    def gap(at: int) -> int:
+        """The next fence or barrier at or after `at`, else the end."""
+        return next((i for i in range(at, end) if is_order(effects[i])), end)
+
+    def barrier(at: int) -> int:
+        """The next barrier at or after `at`, else the end."""
+        return next((i for i in range(at, end) if effects[i] == "bar.sync"), end)
+
+    def step(states: frozenset[tuple[int, bool]], found: str) -> frozenset[tuple[int, bool]]:
+        after: set[tuple[int, bool]] = set()
+        for at, begun in states:
+            if any(same(effects[i], found) for i in range(at, gap(at))):
+                after.add((at, True))
+            order = gap(at)
+            if order < end and effects[order] == found:
+                after.add((order + 1, found != "bar.sync"))
+            if found == "bar.sync" and op.scope == "block" and not begun:
+                after.add((at, False))   # one more barrier than declared does no harm
+                after |= {(barrier(at) + 1, False)} if barrier(at) < end else set()
+        return frozenset(after)
+
+    wrong: set[str] = set()
+    seen: set[tuple[int, frozenset[tuple[int, bool]]]] = set()
+    work = [(0, frozenset({(0, False)}))]
+    while work:
+        i, states = work.pop()
+        if (i, states) in seen:
+            continue
+        seen.add((i, states))
+        now = step(states, trace[i]) if trace[i] is not None else states
+        if not now:
+            wrong.add(f"a path comes to {trace[i]} too early or too late, or without the fence or barrier before it")
+            continue
+        if not follow[i] and not any(gap(at) == end or (not begun and barrier(at) == end) for at, begun in now):
+            wrong.add("a path ends without a declared fence or barrier")
+        work.extend((n, now) for n in follow[i])
+    return sorted(wrong)
+
+
+def shared_memory(op: Op, code: list[Instruction], follow: dict[int, list[int]]) -> list[str]:
+    """The block's shared memory: cleared, barrier, added to, barrier, read."""
+    if op.scope != "block":
+        return []
+    at = {kind: {i for i, c in enumerate(code) if c.effect == kind} for kind in ("st.shared", "atom.shared", "ld.shared", "bar.sync")}
+    ends = {i for i in follow if not follow[i]}
+    wrong = []
+    for first, then, hits in (("st.shared", "atom.shared", at["atom.shared"]), ("atom.shared", "ld.shared", at["ld.shared"]),
+                              ("st.shared", "the end", ends), ("atom.shared", "the end", ends)):
+        if reach({n for i in at[first] for n in follow[i]}, follow, at["bar.sync"]) & hits:
+            wrong.append(f"no barrier between {first} and {then}")
+    return wrong
+
+
+def record(code: list[Instruction], follow: dict[int, list[int]]) -> list[str]:
+    """The error record: all words, a system fence, then `code`."""
+    stores = {i for i, c in enumerate(code) if c.effect == "st.volatile record"}
+    if not stores:
+        return []
+    last = {i for i in stores if code[i].offset == 0}
+    fences = {i for i, c in enumerate(code) if c.effect in ("membar.sys", "fence.acq_rel.sys", "fence.sc.sys")}
+    if {code[i].offset for i in stores} != set(range(0, 64, 8)):
+        return ["the error record is not written as a whole"]
+    looks = {i for i, c in enumerate(code) if c.effect == "ld.volatile record" and c.offset == 0}   # whether the record is free
+    before = {n for i in looks | stores - last for n in follow[i]}
+    return ["no fence between the error record and its code"] if reach(before, follow, fences) & last else []
+
+
+def check(ptx: str) -> dict[str, list[str]]:
+    """Complaints by operation."""
+    compiled = functions(ptx)
+    found = {name: complaints(op, *compiled[name]) if name in compiled else ["missing"] for name, op in OPS.items()}
+    return {name: wrong for name, wrong in found.items() if wrong}
+
+
+# ---- tests ------------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def ptx() -> str:
+    return toolchain.compile_device("sm_90", "ptx").decode().rstrip("\0")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_compiled_effects_are_the_declared_ones(ptx, name):
+    compiled = functions(ptx)
+    assert compiled.keys() == OPS.keys()
+    assert complaints(OPS[name], *compiled[name]) == []
+
+
+LOADS, STORES = ("ld.relaxed.sys.global.u64", "st.relaxed.sys.global.u64")
+WAITS = {"wait_heads", "wait_counts", "sum_counts", "wait_arrived"}
+PUBLISHES = {"publish_head", "publish_abort", "publish_counts", "publish_arrived"}
+FENCES = {"publish_head", "wait_heads", "publish_arrived", "wait_arrived"}
+MAY_FAIL = {op.name for op in OPS.values() if "record" in op.parameters}
+SIGNATURE_STORES = "  for (int peer = lane(); peer < num_ranks; peer += 32) store_relaxed_sys(peer_at(window, at, peer), signature);\n"
+HEAD_STORES = ("  for (int peer = lane(); peer < num_ranks; peer += 32) store_relaxed_sys(peer_at(window, at + 8, peer), "
+               "tagged(epoch, u32(status)));\n")
+FENCE = "  fence_system();   // by every publishing lane\n"
+
+MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
+    # what is wrong: (operation to change, or None for a helper; old text; new text; the operations that must complain)
+    "publish_head: no fence": ("publish_head", FENCE, "", {"publish_head"}),
+    "publish_head: fence before both words": ("publish_head", SIGNATURE_STORES + FENCE, FENCE + SIGNATURE_STORES, {"publish_head"}),
+    "publish_head: head before signature": ("publish_head", SIGNATURE_STORES + FENCE + HEAD_STORES, HEAD_STORES + FENCE + SIGNATURE_STORES,
+                                            {"publish_head"}),
+    "publish_head: one lane fences": ("publish_head", "  fence_system();", "  if (lane() == 0) fence_system();", {"publish_head"}),
+    "wait_heads: no fence": ("wait_heads", "fence_system();", "", {"wait_heads"}),
+    "wait_heads: one lane fences": ("wait_heads", "fence_system();", "if (lane() == 0) fence_system();", {"wait_heads"}),
+    "wait_heads: no barrier": ("wait_heads", "__syncthreads_or(code)", "code", {"wait_heads"}),
+    "publish_arrived: no fence": ("publish_arrived", FENCE, "", {"publish_arrived"}),
+    "publish_arrived: one lane fences": ("publish_arrived", "  fence_system();", "  if (lane() == 0) fence_system();", {"publish_arrived"}),
+    "wait_arrived: no fence": ("wait_arrived", "fence_system();", "", {"wait_arrived"}),
+    "wait_arrived: fence only if all went well": ("wait_arrived", "fence_system();", "if (v.code == 0) fence_system();", {"wait_arrived"}),
+    "wait_arrived: no barrier": ("wait_arrived", "__syncthreads_or(code)", "code", {"wait_arrived"}),
+    "wait_counts: no barrier": ("wait_counts", "__syncthreads_or(code)", "code", {"wait_counts"}),
+    "sum_counts: no barrier after clearing": ("sum_counts", "__syncthreads();", "", {"sum_counts"}),
+    "sum_counts: no barrier after adding": ("sum_counts", "__syncthreads_or(code)", "code", {"sum_counts"}),
+    "check_header: no barrier": ("check_header", "__syncthreads_or(held != handle)", "held != handle", {"check_header"}),
+    "last_block: no barrier before": ("last_block", "__syncthreads();", "", {"last_block"}),
+    "last_block: no barrier after": ("last_block", "__syncthreads_or(threadIdx.x == 0 && before == gridDim.x - 1)",
+                                     "before == gridDim.x - 1", {"last_block"}),
+    "count_experts: no barrier after clearing": ("count_experts", "= 0;\n  __syncthreads();", "= 0;", {"count_experts"}),
+    "count_experts: no barrier after adding": ("count_experts", "  __syncthreads();\n  return", "  return", {"count_experts"}),
+    "assign_rows: no barrier": ("assign_rows", "__syncthreads();", "", {"assign_rows"}),
+    "publish_abort: plain store to HEAD": ("publish_abort", "store_relaxed_sys(peer_at(window, at + 8, peer), word)",
+                                           "*(u64*)peer_at(window, at + 8, peer) = word", {"publish_abort"}),
+    "advance_epoch: volatile": ("advance_epoch", "*(u64*)word", "*(volatile u64*)word", {"advance_epoch"}),
+    "gather_row: row table through the read-only cache": ("gather_row", "((const int*)table)[at]", "__ldg((const int*)table + at)",
+                                                          {"gather_row"}),
+    "relaxed.sys loads are plain": (None, LOADS, "ld.global.u64", WAITS),
+    "relaxed.sys loads are gpu scope": (None, LOADS, LOADS.replace("sys", "gpu"), WAITS),
+    "relaxed.sys stores are plain": (None, STORES, "st.global.u64", PUBLISHES),
+    "relaxed.sys stores are gpu scope": (None, STORES, STORES.replace("sys", "gpu"), PUBLISHES),
+    "fence has gpu scope": (None, "fence.acq_rel.sys", "fence.acq_rel.gpu", FENCES),
+    "fence is empty": (None, 'asm volatile("fence.acq_rel.sys;" ::: "memory")', 'asm volatile("" ::: "memory")', FENCES),
+    "count_in is relaxed": (None, "atom.acq_rel.gpu.global.inc", "atom.relaxed.gpu.global.inc", {"last_block"}),
+    "count_in has block scope": (None, "atom.acq_rel.gpu.global.inc", "atom.acq_rel.cta.global.inc", {"last_block"}),
+    "FAIL is read plainly": (None, "ld.relaxed.gpu.global.u64", "ld.global.u64", MAY_FAIL | {"op_code", "publish_abort"}),
+    "FAIL is claimed within a block": (None, "atom.relaxed.gpu.global.cas", "atom.relaxed.cta.global.cas", MAY_FAIL),
+    "rows of the window through the read-only cache": (None, "ld.global.L1::no_allocate.v4.u32", "ld.global.nc.L1::no_allocate.v4.u32",
+                                                       {"gather_row"}),
+    "record: no fence before its code": (None, "  __threadfence_system();\n", "", MAY_FAIL),
+    "record: code first": (None, "  r[1] = epoch,", "  r[0] = code, r[1] = epoch,", MAY_FAIL),
+}
+
+
+def mutated(source: str, name: str | None, old: str, new: str) -> str:
+    """The source with one text replaced, in one operation or anywhere; there must be exactly one."""
+    at = source.index(f"OP ep_{name}(") if name else 0
+    end = source.index("\n}\n", at) + 3 if name else len(source)
+    assert source[at:end].count(old) == 1, f"{old!r} should be in {name or 'the sources'} once; change the mutant with the source"
+    return source[:at] + source[at:end].replace(old, new) + source[end:]
+
+
+@pytest.mark.parametrize("what", MUTANTS)
+def test_mutants_are_found(what):
+    name, old, new, guilty = MUTANTS[what]
+    broken = toolchain.compile_device("sm_90", "ptx", source=mutated(toolchain.device_source(), name, old, new))
+    assert check(broken.decode().rstrip("\0")).keys() == guilty
