@@ -68,7 +68,7 @@ class CompiledKernel:
         name: name of `KERNELS`.
         symbol: the kernel's name in the cubin.
         cubin: machine code for one architecture.
-        info: arch, key, registers, stack, spill_stores, spill_loads, and seconds of the compilation.
+        info: arch, key, registers of a thread, bytes of its stack (0: nothing spilled), and seconds of the compilation.
     """
 
     name: str
@@ -127,11 +127,11 @@ def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, lineinfo: bool = Fa
     started = time.perf_counter()
     device = _device_ltoir(arch, lineinfo, cache)
     factory, parameters = KERNELS[spec.name]
-    cubin, log = toolchain.link([toolchain.kernel_ltoir(factory, spec.shape, parameters, arch, lineinfo), device], arch, lineinfo)
+    cubin = toolchain.link([toolchain.kernel_ltoir(factory, spec.shape, parameters, arch, lineinfo), device], arch, lineinfo)
     symbols = [s for s in toolchain.entry_symbols(cubin) if spec.name in s]
     if len(symbols) != 1:
         raise RuntimeError(f"the cubin of {spec.name} should hold one kernel of that name, it holds {symbols}")
-    info = {"symbol": symbols[0], "arch": arch, "key": key, "seconds": round(time.perf_counter() - started, 3)} | toolchain.resources(log)
+    info = {"symbol": symbols[0], "arch": arch, "key": key, "seconds": round(time.perf_counter() - started, 3)} | toolchain.resources(cubin)
     cache.store(name, key, info, cubin)
     return CompiledKernel(spec.name, symbols[0], cubin, info)
 
@@ -249,7 +249,7 @@ def self_test() -> dict[str, Any]:
     try:
         shape = KernelShape.build(GroupConfig(num_experts=8, max_dispatch_tokens_per_rank=16, hidden=256, num_topk=2), 2, 2, 8)
         compiled = compile_kernel(KernelSpec("ll_dispatch", shape), _present_arch() or "sm_90")
-        outcome["compiled"], outcome["message"] = True, f"{compiled.name} for {compiled.info['arch']}: {compiled.info.get('registers', 'unreported')} registers"
+        outcome["compiled"], outcome["message"] = True, f"{compiled.name} for {compiled.info['arch']}: {compiled.info['registers']} registers"
         if _present_arch():
             outcome["ran_on_gpu"] = False
             _run_two_ranks()
