@@ -9,7 +9,7 @@ import pytest
 
 from ncclep_py import doctor
 from ncclep_py.doctor import check_nccl, diagnose, examine, finding_lines, gpu_lines, release, wheel_major
-from ncclep_py.facts import code_text, local_ranks, mapped, nccl_headers
+from ncclep_py.facts import attempt, code_text, device_count, gpu_facts, local_ranks, mapped, nccl_headers, peer_access
 
 HEALTHY = {
     "versions": {name: {"version": version, "path": f"/site/{name}", "note": ""} for name, version in {
@@ -211,6 +211,50 @@ def test_ranks_come_from_the_launcher(monkeypatch):
 def test_mapped_finds_a_loaded_library():
     assert len(mapped("libc")) == 1
     assert mapped("libnosuchthing") == []
+
+
+class Driver:
+    """libcuda's calls for two GPUs, the second one a MIG instance that reaches nobody."""
+
+    names = (b"NVIDIA H200", b"NVIDIA H200 MIG 1g.18gb")
+
+    def cuDeviceGetCount(self, count):
+        count._obj.value = 2
+        return 0
+
+    def cuDeviceGet(self, device, index):
+        device._obj.value = index + 40
+        return 0
+
+    def cuDeviceGetName(self, name, size, device):
+        name.value = self.names[device.value - 40]
+        return 0
+
+    def cuDeviceGetUuid_v2(self, identity, device):
+        identity[:] = range(16)
+        return 0
+
+    def cuDeviceGetAttribute(self, value, attribute, device):
+        value._obj.value = {16: 132, 75: 9, 76: 0}[attribute]
+        return 0
+
+    def cuDeviceCanAccessPeer(self, answer, i, j):
+        answer._obj.value = int((i, j) == (0, 1))
+        return 0
+
+
+def test_gpus_are_read_through_the_driver():
+    whole, mig = (gpu_facts(Driver(), index) for index in range(device_count(Driver())))
+    assert whole == {"index": 0, "name": "NVIDIA H200", "uuid": "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "sms": 132, "capability": (9, 0), "mig": False}
+    assert mig["mig"] and mig["uuid"].startswith("MIG-")
+    assert peer_access(Driver(), 2) == [[True, True], [False, True]]
+
+
+def test_a_driver_without_a_call_costs_only_that_part():
+    def old():
+        raise AttributeError("cuDeviceGetUuid_v2")
+
+    assert attempt(old) == []
 
 
 def command(*arguments, isolated=False):
