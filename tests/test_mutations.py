@@ -7,19 +7,21 @@ Three kinds of mutants: a changed line of a kernel's source, a changed effect of
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
 
 from ncclep_py.config import GroupConfig
+from ncclep_py.errors import Code, Status
 from ncclep_py.kernels import ll_combine, ll_dispatch
 from ncclep_py.kernels.ops import OPS
-from ncclep_py.simulator import DeadlockError, RaceError, SimulationError, Simulator, UniformityError
+from ncclep_py.simulator import DeadlockError, Faults, RaceError, SimulationError, Simulator, UniformityError
 from ncclep_py.simulator import ops as simulated
 from ncclep_py.simulator.program import Program
 
-SEEDS = 60
+SEEDS = 200
 TEXTS = ("D X C D X C", "D D X C C", "D0 D1 X0 C0 D0 X1 C1")
 
 
@@ -37,11 +39,39 @@ def play(seed: int, text: str = "", num_ranks: int = 3, tokens: Sequence[int] = 
     p.check()
 
 
+def play_failure(seed: int, **how: object) -> None:
+    """One schedule in which a rank comes late, dies, refuses, or combines a stale slot: who is to blame must be known to all who live."""
+    draw = random.Random(seed)
+    kind, who = draw.choice(("late", "dead", "refused", "stale")), draw.randrange(3)
+    faults = {"late": Faults(late={who: draw.randrange(4)}, timeouts=True), "dead": Faults(dead={who: draw.randrange(150)}, timeouts=True)}.get(kind)
+    sim = Simulator(3, seed, ("adversarial", "fair")[seed % 2], effects=how.pop("effects", None), faults=faults)
+    p = Program(sim, GroupConfig(num_experts=6, max_dispatch_tokens_per_rank=6, hidden=16, num_topk=2), (5, 3, 4), seed=seed, **how)
+    d = p.dispatch()
+    if kind == "refused":
+        p.dispatch(ranks=[r for r in range(3) if r != who])
+        p.dispatch(ranks=[who], status=Status.REFUSED << 24 | 9)
+    else:
+        p.combine(d)
+        newer = p.dispatch()
+        d = d if kind == "stale" else newer
+    p.combine(d)
+    sim.run()
+    records = {r: p.record(r) for r in range(3) if not (kind == "dead" and r == who)}
+    assert {p.epoch(r) for r in records} == {4 if kind == "refused" else 5}
+    for rank, record in records.items():
+        if kind in ("late", "dead"):
+            assert record is None or record.culprit == who or rank == who
+            assert kind == "late" or record is not None
+        else:
+            assert record is not None and record.code == {"refused": Code.REFUSED, "stale": Code.STALE_SLOT}[kind]
+            assert kind == "stale" or (record.peer, record.seen) == (who, 9)
+
+
 def first_red(**how: object) -> BaseException | None:
-    """The first error within `SEEDS` schedules; None if the mutant survives."""
+    """The first error within `SEEDS` schedules, every other one with a failure; None if the mutant survives."""
     for seed in range(SEEDS):
         try:
-            play(seed, **how)
+            (play_failure if seed % 2 and not how.get("program") else play)(seed, **how)
         except (SimulationError, AssertionError) as error:
             return error
     return None
@@ -107,7 +137,8 @@ COMBINE_MUTANTS = {
 
 def test_nothing_changed_is_green() -> None:
     for seed in range(SEEDS):
-        play(seed, make_dispatch=mutant(ll_dispatch.make_ll_dispatch), make_combine=mutant(ll_combine.make_ll_combine))
+        for run in (play, play_failure):
+            run(seed, make_dispatch=mutant(ll_dispatch.make_ll_dispatch), make_combine=mutant(ll_combine.make_ll_combine))
 
 
 @pytest.mark.parametrize("name", DISPATCH_MUTANTS)

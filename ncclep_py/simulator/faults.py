@@ -15,8 +15,8 @@ class Faults:
         dead: rank -> number of its steps after which it never runs again; what it stored is still delivered.
         slow: rank -> number of its steps after which it stalls until nobody else can go on without giving up.
         late: rank -> number of stream entries after which it stalls the same way, i.e. between two kernels.
-        timeouts: waits may give up: when nothing else can happen, and by choice while a rank they wait for is dead or stalls. Of several waits,
-            those for a dead or stalled rank give up first (deadlines are equal, and those waits began first).
+        timeouts: waits may give up: when nothing else can happen, and by choice when all ranks they wait for are dead or stalled. Of several
+            waits, those for a dead or stalled rank give up first (deadlines are equal, and those waits began first).
     """
 
     dead: dict[int, int] = dataclasses.field(default_factory=dict)

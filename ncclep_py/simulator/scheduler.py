@@ -229,7 +229,9 @@ class Scheduler:
         """Let one wait time out; False if there is none."""
         absent = self._absent()
         waits = [t for r, tasks in enumerate(self.waiting) if r not in absent for t in tasks]
-        direct = [t for t in waits if absent.intersection(t.waits_for()[1])]
+        missing = [(t, set(t.waits_for()[1])) for t in waits]
+        direct = [t for t, ranks in missing if ranks and ranks <= absent]
+        direct = direct or [t for t, ranks in missing if ranks & absent and not only_absent]
         chosen = direct or ([] if only_absent else waits)
         if not chosen:
             return False
@@ -240,6 +242,8 @@ class Scheduler:
 
     def _unstick(self) -> bool:
         """Nothing is ready: deliver a store, let a wait give up, or let a stalled rank go on. False: all is done."""
+        if self.stalled and self.under_way and self.sim.policy.random.random() < 0.2:
+            return self._resume()
         if self.under_way:
             due = heapq.heappop(self.under_way)
             if due[0] >= NEVER and len(self.under_way):   # any of the stores held back may come first
@@ -250,15 +254,19 @@ class Scheduler:
             self._deliver(*due[2:])
             return True
         if self.stalled and not (self.sim.faults.timeouts and self.sim.policy.random.random() < 0.75 and self._give_up(False)):
-            rank = self.sim.policy.random.choice(sorted(self.stalled))
-            self.resumed.add(rank)
-            self.ready.extend(self.stalled.pop(rank))
-            self._start_streams([self.sim.streams[rank]])
-            return True
+            return self._resume()
         if self.stalled or (self.sim.faults.timeouts and self._give_up(False)):
             return True
         self._check_done()
         return False
+
+    def _resume(self) -> bool:
+        """A stalled rank goes on."""
+        rank = self.sim.policy.random.choice(sorted(self.stalled))
+        self.resumed.add(rank)
+        self.ready.extend(self.stalled.pop(rank))
+        self._start_streams([self.sim.streams[rank]])
+        return True
 
     def _check_done(self) -> None:
         """Raise unless every stream of a living rank is empty."""

@@ -10,6 +10,8 @@ from ncclep_py.simulator.memory import Memory, Part, Region
 
 __all__ = ["Store", "Word", "Words"]
 
+RECENT = 4
+"""Newest stores of a word that are checked for sufficient scope."""
 HISTORY = 64
 """Stores of one word kept for late readers."""
 
@@ -32,15 +34,23 @@ class Store:
 
 
 class Word:
-    """A control word. Loads of one rank see its stores in order, each as late as the scheduler likes unless it happened before the load."""
+    """A control word. Loads of one rank see its stores in order, each as late as the scheduler likes unless it happened before the load.
 
-    __slots__ = ("address", "reads", "region", "seen", "stores")
+    Attributes:
+        stores: its modification order, the newest last.
+        seen: per reading rank, index of the newest store delivered to it or read by it.
+        reads: per slot, time of its last relaxed load.
+        narrow: the same for loads of less than system scope.
+    """
+
+    __slots__ = ("address", "narrow", "reads", "region", "seen", "stores")
 
     def __init__(self, region: Region, address: int) -> None:
         self.region, self.address = region, address
         self.stores = [Store(self._memory()[0].item(), 0, 0, 0, -1, "sys", None, None)]
         self.seen: dict[int, int] = {}
         self.reads: dict[int, int] = {}
+        self.narrow: dict[int, int] = {}
 
     def _memory(self) -> np.ndarray:
         at = self.address - self.region.address
@@ -119,9 +129,11 @@ class Words:
         if order == "weak":
             self.memory.read(agent, word.address, 8)
             return store.value
-        self._check_scope(agent, word, store, scope)
+        self._check_scope(agent, word, scope, writing=False)
         self.memory.check_strong(agent, word.region, word.address, writing=False)
         word.reads[agent.slot] = agent.time
+        if scope != "sys":
+            word.narrow[agent.slot] = agent.time
         self._take(agent, store, order, scope)
         return store.value
 
@@ -130,13 +142,14 @@ class Words:
         if order == "weak":
             self.memory.write(agent, word.address, 8)
             return word.append(value, agent, "weak", None, None)
+        self._check_scope(agent, word, scope, writing=True)
         self.memory.check_strong(agent, word.region, word.address, writing=True)
         return word.append(value, agent, scope, *self._carried(agent, order, scope))
 
     def swap(self, agent: Agent, word: Word, value: int, order: str, scope: str) -> tuple[int, Store]:
         """Atomic exchange with the newest value; ``relaxed`` or ``acq_rel``. Continues the release sequence. The old value and the store."""
         last = word.stores[-1]
-        self._check_scope(agent, word, last, scope)
+        self._check_scope(agent, word, scope, writing=True)
         self.memory.check_strong(agent, word.region, word.address, writing=True)
         self._take(agent, last, order, scope)
         gpu, sys = self._carried(agent, order, scope)
@@ -162,14 +175,23 @@ class Words:
         now = agent.clock.copy()
         return now, now if scope == "sys" else agent.released_sys
 
-    def _check_scope(self, agent: Agent, word: Word, store: Store, scope: str) -> None:
-        """Relaxed accesses of two ranks meet only if both have system scope."""
-        if store.rank in (agent.rank, -1) or store.scope == "weak" or (scope == "sys" and store.scope == "sys"):
-            return
-        if not agent.knows(store.slot, store.time):
-            where = f"{word.region.part(word.address).name} of rank {word.region.rank}"
-            raise RaceError(self.memory.sentence(agent, where, f"reads (relaxed.{scope})", store.slot, store.time, f"writes (relaxed.{store.scope})")
-                            + " Both accesses need system scope.")
+    def _check_scope(self, agent: Agent, word: Word, scope: str, writing: bool) -> None:
+        """Unordered relaxed accesses of two ranks, one of them a store, need system scope on both sides."""
+        ledger = self.memory.ledger
+        mine = f"{'writes' if writing else 'reads'} (relaxed.{scope})"
+        for store in word.stores[-RECENT:]:
+            if store.rank in (agent.rank, -1) or store.scope == "weak" or (scope == "sys" and store.scope == "sys"):
+                continue
+            if not agent.knows(store.slot, store.time):
+                self._narrow(agent, word, mine, store.slot, store.time, f"writes (relaxed.{store.scope})")
+        for slot, time in (word.narrow if scope == "sys" else word.reads).items() if writing else ():
+            if ledger.slots[slot][0] != agent.rank and not agent.knows(slot, time):
+                self._narrow(agent, word, mine, slot, time, "reads (relaxed)")
+
+    def _narrow(self, agent: Agent, word: Word, mine: str, slot: int, time: int, theirs: str) -> None:
+        part = word.region.part(word.address)
+        where = f"{part.name}[{word.address - word.region.address - part.begin}] of rank {word.region.rank}"
+        raise RaceError(self.memory.sentence(agent, where, mine, slot, time, theirs) + " Both accesses need system scope.")
 
 
 def _both(a: Clock | None, b: Clock | None) -> Clock | None:
