@@ -42,7 +42,7 @@ KERNELS: dict[str, tuple[Callable[..., Callable[..., None]], tuple[str, ...]]] =
 """Factory and run-time parameters by kernel name."""
 
 MAX_SHARED_BYTES = 200 * 1024
-"""Most dynamic shared memory of a block; every supported GPU from sm_90 on has 227 KiB."""
+"""Most dynamic shared memory of a block; sm_90 and sm_100 have 227 KiB, others less (`LoadedKernel.allow_shared` asks the device)."""
 
 FREE_SHARED_BYTES = 48 * 1024
 """What a kernel may use without asking."""
@@ -118,6 +118,7 @@ def _device_ltoir(arch: str, lineinfo: bool, cache: KernelCache) -> bytes:
 
 def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, lineinfo: bool = False) -> CompiledKernel:
     """The kernel for `arch`, from the disk cache or compiled now. `lineinfo` keeps source lines for profilers."""
+    toolchain.capability(arch)
     cache = KernelCache()
     name, key = f"{spec.name}-{arch}", cache.key(fingerprint(spec, arch, lineinfo))
     found = cache.load(name, key)
@@ -161,8 +162,13 @@ class LoadedKernel:
     def allow_shared(self, num_bytes: int) -> None:
         """Let blocks have that much dynamic shared memory."""
         from cuda.bindings import driver
+        from cuda.core import Device
 
         if num_bytes > self._allowed:
+            most = Device(self.device).properties.max_shared_memory_per_block_optin
+            if num_bytes > most:
+                raise ValueError(f"{self.name} needs {num_bytes} bytes of shared memory per block, this GPU has {most}: raise max_num_sms, or "
+                                 "lower max_dispatch_tokens_per_rank")
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver.cuKernelSetAttribute(attribute, num_bytes, self.kernel.handle, self.device))
             self._allowed = num_bytes

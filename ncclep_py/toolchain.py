@@ -20,6 +20,7 @@ __all__ = [
     "KERNEL_FOLDER",
     "MAX_REGISTERS",
     "OLDEST_NCCL",
+    "capability",
     "check_loaded_nccl",
     "compile_device",
     "device_source",
@@ -42,6 +43,7 @@ MAX_REGISTERS = 128
 """Of a thread: 65536 registers of a multiprocessor over a block of 512."""
 
 OLDEST_NCCL = 23000
+SYSTEM_NCCL, SYSTEM_CUDA = Path("/usr/include"), Path("/usr/local/cuda")
 _EXTRA = "pip install 'ncclep_py[cu12]' or 'ncclep_py[cu13]'"
 
 
@@ -59,7 +61,7 @@ def _environment_folder(name: str, *below: str) -> list[Path]:
 
 def nccl_include() -> Path:
     """Folder with ``nccl.h`` and ``nccl_device``: of NCCL_HOME, else of the wheel, else of the system."""
-    places = [*_environment_folder("NCCL_HOME", "include"), *(w / "nccl" / "include" for w in _wheel_folders()), Path("/usr/include")]
+    places = [*_environment_folder("NCCL_HOME", "include"), *(w / "nccl" / "include" for w in _wheel_folders()), SYSTEM_NCCL]
     for place in places:
         if (place / "nccl.h").is_file() and (place / "nccl_device" / "impl" / "ptr__funcs.h").is_file():
             return place
@@ -73,7 +75,7 @@ def _cuda_includes() -> list[Path]:
     for wheels in _wheel_folders():
         roots += [[wheels / part / "include" for part in ("cuda_runtime", "cuda_cccl", "cuda_nvcc")],
                   [wheels / "cu13" / "include", wheels / "cu13" / "include" / "cccl"]]
-    for home in [*_environment_folder("CUDA_HOME"), *_environment_folder("CUDA_PATH"), Path("/usr/local/cuda")]:
+    for home in [*_environment_folder("CUDA_HOME"), *_environment_folder("CUDA_PATH"), SYSTEM_CUDA]:
         roots.append([home / "include", home / "include" / "cccl"])
     for folders in roots:
         if all(any((f / name).is_file() for f in folders) for name in ("cuda_runtime.h", "cuda/std/cstdint", "crt/host_config.h")):
@@ -192,7 +194,7 @@ def kernel_ltoir(factory: Callable[..., Callable[..., None]], shape: object, par
         return cuda.declare_device(f"ep_{name}", f"int64({', '.join(['int64'] * arity)})", abi="c")
 
     kernel = factory(shape, Vocabulary({name: declare(name, len(op.parameters)) for name, op in OPS.items()}))
-    code, _ = cuda.compile(kernel, (types.int64,) * len(parameters), device=False, cc=_capability(arch), output="ltoir", abi="numba",
+    code, _ = cuda.compile(kernel, (types.int64,) * len(parameters), device=False, cc=capability(arch), output="ltoir", abi="numba",
                            lineinfo=lineinfo)
     return bytes(code)
 
@@ -209,8 +211,8 @@ def link(parts: Sequence[bytes], arch: str, lineinfo: bool = False) -> bytes:
         raise RuntimeError(f"nvJitLink {_library_versions()['nvJitLink']} cannot link a kernel for {arch}: {e}\n{linker.get_error_log()}") from e
 
 
-def _capability(arch: str) -> tuple[int, int]:
-    """``sm_90`` or ``sm_90a`` as (9, 0)."""
+def capability(arch: str) -> tuple[int, int]:
+    """``sm_90`` or ``sm_90a`` as (9, 0); ``ValueError`` for what is no architecture."""
     found = re.fullmatch(r"sm_(\d+)(\d)[a-z]?", arch)
     if found is None:
         raise ValueError(f"arch must look like sm_90, got {arch!r}")
