@@ -10,14 +10,14 @@ import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import pytest
 
-from ncclep_py.config import GroupConfig
+from ncclep_py.config import GroupConfig, Layout
 from ncclep_py.errors import Code, Status
 from ncclep_py.kernels import ll_combine, ll_dispatch
 from ncclep_py.kernels.ops import OPS
-from ncclep_py.simulator import DeadlockError, Faults, RaceError, SimulationError, Simulator, UniformityError
+from ncclep_py.signature import OpKind, Signature
+from ncclep_py.simulator import Faults, RaceError, SimulationError, Simulator, UniformityError
 from ncclep_py.simulator import ops as simulated
 from ncclep_py.simulator.program import Program
 
@@ -67,9 +67,9 @@ def play_failure(seed: int, **how: object) -> None:
             assert kind == "stale" or (record.peer, record.seen) == (who, 9)
 
 
-def first_red(**how: object) -> BaseException | None:
-    """The first error within `SEEDS` schedules, every other one with a failure; None if the mutant survives."""
-    for seed in range(SEEDS):
+def first_red(seeds: int = SEEDS, **how: object) -> BaseException | None:
+    """The first error within `seeds` schedules, every other one with a failure; None if the mutant survives."""
+    for seed in range(seeds):
         try:
             (play_failure if seed % 2 and not how.get("program") else play)(seed, **how)
         except (SimulationError, AssertionError) as error:
@@ -86,11 +86,6 @@ def mutant(factory: Callable, *changes: tuple[str, str]) -> Callable:
     names = dict(factory.__globals__)
     exec(compile(source, f"mutant of {factory.__name__}", "exec", dont_inherit=True, flags=__import__("__future__").annotations.compiler_flag), names)
     return names[factory.__name__]
-
-
-def changed(op: str, *effects: str) -> dict[str, Sequence[str]]:
-    """Effects of one operation replaced."""
-    return {op: effects}
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------------------------
@@ -136,7 +131,7 @@ COMBINE_MUTANTS = {
 
 
 def test_nothing_changed_is_green() -> None:
-    for seed in range(SEEDS):
+    for seed in range(60):
         for run in (play, play_failure):
             run(seed, make_dispatch=mutant(ll_dispatch.make_ll_dispatch), make_combine=mutant(ll_combine.make_ll_combine))
 
@@ -174,6 +169,122 @@ def effect_mutants() -> dict[str, dict[str, Sequence[str]]]:
     return found
 
 
-@pytest.mark.parametrize("name", effect_mutants())
+SURVIVORS = {
+    "check_header: no 1 bar.sync": "every warp reads the same header and nobody writes it: the barrier is not needed",
+    "wait_heads: no 3 bar.sync": "wait_counts, assign_rows and check_header have barriers, too; the block needs it to decide as one",
+    "wait_arrived: no 2 bar.sync": "only warp 0 goes on, and the end of the kernel is a barrier",
+    "wait_arrived: fence.acq_rel.sys last": "the same: only warp 0 goes on",
+    "last_block: no 2 bar.sync": "orders FAIL for op_code in the other warps only: see test_last_block_orders_the_failure",
+    "publish_abort: ld.weak fail": "last_block orders it; relaxed is stronger than needed",
+}
+"""Effects whose loss nothing shows in these programs, and why. Each is asserted to survive, so that this list stays true."""
+
+
+@pytest.mark.parametrize("name", [name for name in effect_mutants() if name not in SURVIVORS])
 def test_effect_mutant_is_red(name: str) -> None:
     assert first_red(effects=effect_mutants()[name]) is not None
+
+
+@pytest.mark.parametrize("name", SURVIVORS)
+def test_surviving_effect_mutant(name: str) -> None:
+    assert first_red(seeds=60, effects=effect_mutants()[name]) is None
+
+
+def without_barriers(*ops: str) -> dict[str, Sequence[str]]:
+    """Effects of operations without their barriers."""
+    return {op: tuple(e for e in OPS[op].effects if e != "bar.sync") for op in ops}
+
+
+def test_combine_needs_one_of_two_barriers() -> None:
+    assert isinstance(first_red(effects=without_barriers("wait_heads", "check_header")), RaceError)
+
+
+def test_last_block_orders_the_failure() -> None:
+    """Without its second barrier, warps of the last block may miss what made another block give up, and go different ways."""
+    def red(effects: dict[str, Sequence[str]]) -> int:
+        count = 0
+        for seed in range(400):
+            sim = Simulator(2, seed, "adversarial", effects=effects, faults=Faults(late={1: seed % 2}, timeouts=True))
+            sim.policy.rush = 0.1
+            p = Program(sim, GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=1), [4, 4], seed=seed)
+            p.play("D D")
+            try:
+                sim.run()
+            except UniformityError:
+                count += 1
+        return count
+
+    assert red(without_barriers("last_block") | {"last_block": ("bar.sync", "atom.acq_rel.gpu blocks_done")}) > 5 * red({}) + 5
+
+
+# ---- rules of the memory map: the numbers are those of the exploration in the design review ----------------------------------------
+def one_bank(heads: int, num_ranks: int, source: int, epoch: int) -> int:
+    """HEAD without banks."""
+    return heads + source * 16
+
+
+def test_one_bank_of_heads_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated, "_head", one_bank)
+    assert isinstance(first_red(), AssertionError)
+
+
+def test_02_waiting_for_lower_ranks_only_is_red() -> None:
+    assert isinstance(first_red(make_dispatch=mutant(ll_dispatch.make_ll_dispatch, (WAIT_HEADS, "code = 0"))), RaceError)
+
+
+def test_04_dispatch_without_head_is_red() -> None:
+    assert first_red(make_dispatch=mutant(ll_dispatch.make_ll_dispatch, (WAIT_HEADS, "code = 0"), (HEAD, ""))) is not None
+
+
+@pytest.mark.parametrize("third, safe", [(0, False), (1, True)])
+def test_08_09_slot_of_a_live_dispatch(third: int, safe: bool) -> None:
+    def program(p: Program) -> None:
+        a, b = p.dispatch(1), p.dispatch(0)
+        p.experts(a), p.combine(a)
+        p.dispatch(third)
+        p.experts(b), p.combine(b)
+
+    assert (first_red(program=program) is None) == safe
+
+
+def sequence(text: str) -> Callable[[Program], None]:
+    """A program in letters."""
+    return lambda p: p.play(text)
+
+
+def test_10_writing_into_the_slot_of_the_last_combine_is_red() -> None:
+    assert isinstance(first_red(program=sequence("D0 X0 C0 X0 C0")), RaceError)
+
+
+def test_11_alternating_slots_is_green() -> None:
+    assert first_red(seeds=60, program=sequence("D0 D1 X0 C0 X1 C1 X0 C0 X1 C1")) is None
+
+
+def test_12_head_before_the_pull_ended_is_red() -> None:
+    signature = Signature(OpKind.DISPATCH, Layout.EXPERT_MAJOR, 0, 0, 0, 2, 2).pack()
+    early = f"        if block_idx() == 0:\n            if warp_idx() == 0:\n" \
+            f"                publish_head(window, HEADS, rank, RANKS, epoch + 1, {signature}, status)\n"
+    check = "        if code == 0:\n            code = check_header("
+    error = first_red(program=sequence("D X C D X C"), make_combine=mutant(ll_combine.make_ll_combine, (check, early + check)))
+    assert isinstance(error, RaceError)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_19_rank_without_tokens_must_wait(skips: bool) -> None:
+    change = [(WAIT_HEADS, f"code = 0\n        if num_tokens > 0:\n            {WAIT_HEADS}")] if skips else []
+    error = first_red(seeds=SEEDS if skips else 60, tokens=(0, 3, 4), program=sequence("D0 D1 X0 C0 X1 C1 X0 C0"),
+                      make_combine=mutant(ll_combine.make_ll_combine, *change))
+    assert (error is not None) == skips
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_21_22_owner_writes_rows_after_its_own_combine(spare: bool) -> None:
+    def program(p: Program) -> None:
+        d = p.dispatch()
+        p.experts(d), p.combine(d)
+        for rank in p.ranks:
+            p.sim.host(rank, None, writes=p.rows(d, rank, spare), label="pads")
+        p.play("D X C")
+
+    error = first_red(seeds=60 if spare else SEEDS, program=program)
+    assert error is None if spare else isinstance(error, RaceError)
