@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ncclep_py import CombineOutputs, EpError, EpMismatchError, EpRefusedError, EpTimeoutError, Group, GroupConfig, Layout, LocalWorld
+from ncclep_py import CombineOutputs, EpError, EpMismatchError, EpOverflowError, EpRefusedError, EpTimeoutError, Group, GroupConfig, Layout, LocalWorld
 from ncclep_py import reference as ref
 from ncclep_py.testing import bits_equal, first_difference, random_routing, stamped_tokens, weights_like
 
@@ -26,8 +26,9 @@ def transformed(rows: torch.Tensor, rank: int, local: int) -> torch.Tensor:
 
 
 def compare(world: LocalWorld, cfg: GroupConfig, counts: list[int], *, rounds: int = 1, dropped: float = 0.1, epoch: int | None = None,
-            idx_dtype: torch.dtype = torch.int64, routing: object = None) -> None:
-    """Run `rounds` dispatch + combine on all ranks and compare every dispatched and combined row with the oracle."""
+            idx_dtype: torch.dtype = torch.int64, routing: object = None) -> list[bool]:
+    """Run `rounds` dispatch + combine on all ranks and compare every dispatched and combined row with the oracle. Returns which
+    ranks reported rows beyond a plane."""
     ranks, dtype, local = world.num_ranks, cfg.token_type.torch_dtype(), cfg.num_experts // world.num_ranks
     ids = [routing(r) if routing else random_routing(r, counts[r], cfg.num_topk, cfg.num_experts, dropped=dropped, dtype=idx_dtype)
            for r in range(ranks)]
@@ -40,24 +41,31 @@ def compare(world: LocalWorld, cfg: GroupConfig, counts: list[int], *, rounds: i
                 group.start_at(epoch)
                 comm.barrier()
             handle = group.create_handle(Layout.EXPERT_MAJOR, ids[comm.rank].cuda())
+            overflow = False
             for _ in range(rounds):
                 got = handle.dispatch(tokens[comm.rank].cuda())
+                try:
+                    group.check()
+                except EpOverflowError:
+                    overflow = True
                 rows, counters = got.tokens.cpu(), got.layout_info.expert_counters.cpu()
                 transformed(got.tokens, comm.rank, local)
                 out = handle.combine(got.tokens, topk_weights=weights[comm.rank].cuda()).cpu()
                 group.check()
-            return rows, counters, out
+            return rows, counters, out, overflow
 
     results = world.run(program)
     want = ref.ll_expert_major_dispatch(tokens, ids, num_experts=cfg.num_experts, max_dispatch_tokens_per_rank=cfg.max_dispatch_tokens_per_rank)
-    for r, (rows, counters, _) in enumerate(results):
+    for r, (rows, counters, _, _) in enumerate(results):
         assert torch.equal(counters, want[r].expert_counters)
         for expert in range(local):
             n = int(counters[expert])
             assert bits_equal(rows[expert, :n], want[r].tokens[expert, :n]), first_difference(rows[expert, :n], want[r].tokens[expert, :n])
     outputs = ref.ll_expert_major_combine([transformed(w.tokens.clone(), r, local) for r, w in enumerate(want)], [w.rows for w in want], weights)
-    for (_, _, out), expect in zip(results, outputs, strict=True):
+    for (_, _, out, _), expect in zip(results, outputs, strict=True):
         assert bits_equal(out, expect), first_difference(out, expect)
+    assert [w.overflow > 0 for w in want] == [r[3] for r in results]
+    return [r[3] for r in results]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -83,8 +91,11 @@ def test_full_size_and_one_block() -> None:
 
 def test_one_expert_duplicates_and_overflow() -> None:
     with LocalWorld(3, "nccl") as world:
-        compare(world, config(6, 8, 64, 4), [8, 8, 8], routing=lambda r: torch.zeros(8, 4, dtype=torch.int64).fill_(3) - torch.tensor([0, 0, 0, 4]))
-        compare(world, config(6, 8, 64, 4), [8, 5, 8], routing=lambda r: torch.tensor([[3, 3, 5, -1]] * (5 if r == 1 else 8)))
+        cfg = config(6, 8, 64, 4)
+        one = torch.tensor([[3, -1, -1, -1]] * 8)
+        assert compare(world, cfg, [8, 8, 8], routing=lambda r: one) == [False] * 3
+        assert compare(world, cfg, [3, 0, 3], routing=lambda r: torch.tensor([[3, 3, 5, -1]] * 3)[: 0 if r == 1 else 3]) == [False] * 3
+        assert compare(world, cfg, [8, 8, 8], routing=lambda r: torch.tensor([[3, 3, 3, -1]] * 8)) == [False, True, True]
 
 
 @pytest.mark.parametrize("epoch", [2**31 - 3, 2**32 - 3])
@@ -152,9 +163,9 @@ def test_refusal_mismatch_and_recovery() -> None:
     """One rank's bad call raises there and, at their next call or check, on all others; the next good call is right."""
     def program(comm: object) -> list[str]:
         seen = []
-        with Group.create(comm, config(4, 8, 64, 2)) as group:
+        with Group.create(comm, config(6, 8, 64, 2)) as group:
             handle = group.create_handle(Layout.EXPERT_MAJOR, num_topk=2)
-            ids = random_routing(comm.rank, 8, 2, 4).cuda()
+            ids = random_routing(comm.rank, 8, 2, 6).cuda()
             x = stamped_tokens(comm.rank, 8, 64, torch.bfloat16).cuda()
             try:
                 handle.dispatch(x.float() if comm.rank == 1 else x, topk_idx=ids)
@@ -184,8 +195,8 @@ def test_refusal_mismatch_and_recovery() -> None:
 def test_a_late_rank_is_named_and_the_next_call_is_right() -> None:
     """Rank 1's stream is held up past the timeout: everybody raises, epochs stay equal."""
     def program(comm: object) -> str:
-        with Group.create(comm, config(4, 8, 64, 2, timeout_ns=200_000_000)) as group:
-            handle = group.create_handle(Layout.EXPERT_MAJOR, random_routing(comm.rank, 8, 2, 4).cuda())
+        with Group.create(comm, config(6, 8, 64, 2, timeout_ns=200_000_000)) as group:
+            handle = group.create_handle(Layout.EXPERT_MAJOR, random_routing(comm.rank, 8, 2, 6).cuda())
             x = stamped_tokens(comm.rank, 8, 64, torch.bfloat16).cuda()
             weights = torch.full((8, 2), 0.5, device="cuda")
             handle.combine(handle.dispatch(x).tokens, topk_weights=weights)
