@@ -245,7 +245,8 @@ class Driver:
 
 def test_gpus_are_read_through_the_driver():
     whole, mig = (gpu_facts(Driver(), index) for index in range(device_count(Driver())))
-    assert whole == {"index": 0, "name": "NVIDIA H200", "uuid": "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "sms": 132, "capability": (9, 0), "mig": False}
+    assert whole == {"index": 0, "name": "NVIDIA H200", "uuid": "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "sms": 132, "capability": (9, 0),
+                     "mig": False}
     assert mig["mig"] and mig["uuid"].startswith("MIG-")
     assert peer_access(Driver(), 2) == [[True, True], [False, True]]
 
