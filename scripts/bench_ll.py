@@ -51,8 +51,8 @@ def expected(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 class Rank:
     """One rank's inputs, handle and graphs for one case."""
 
-    def __init__(self, comm: Communicator, case: dict[str, int]) -> None:
-        self.comm, self.case = comm, case
+    def __init__(self, comm: Communicator, case: dict[str, int], meet: Launch) -> None:
+        self.comm, self.case, self.meet = comm, case, meet
         config = GroupConfig(num_experts=case["experts"], max_dispatch_tokens_per_rank=case["tokens"], hidden=case["hidden"], num_topk=case["topk"],
                              max_num_sms=case["sms"], timeout_ns=10_000_000_000)
         self.group = Group.create(comm, config)
@@ -92,7 +92,7 @@ class Rank:
         times = []
         for _ in range(REPLAYS):
             torch.cuda.current_stream().synchronize()
-            self.comm.barrier()
+            self.meet()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
             def once(start: torch.cuda.Event = start, end: torch.cuda.Event = end) -> None:
@@ -112,7 +112,7 @@ class Rank:
     def host_us(self) -> float:
         """Host microseconds per operation, eager, without waiting for the device (LocalWorld: includes switching between ranks)."""
         self.comm.synchronize()
-        self.comm.barrier()
+        self.meet()
         started = time.perf_counter()
         for _ in range(PAIRS):
             self.pair()
@@ -121,8 +121,9 @@ class Rank:
         return spent / PAIRS / 2 * 1e6
 
 
-def measure(comm: Communicator, case: dict[str, int]) -> dict[str, Any]:
-    rank = Rank(comm, case)
+def measure(comm: Communicator, case: dict[str, Any], meet: Launch | None = None) -> dict[str, Any]:
+    """All figures of one rank; `meet` is a host barrier with little skew (default: the communicator's)."""
+    rank = Rank(comm, case, meet or comm.barrier)
     verified = rank.check()
     one = torch.zeros(1, device=comm.device)
     result: dict[str, Any] = {"verified": verified, "pair_us": rank.replayed(rank.pair)}
@@ -131,7 +132,7 @@ def measure(comm: Communicator, case: dict[str, int]) -> dict[str, Any]:
     result["dispatch_us"] = rank.replayed(lambda: rank.handle.dispatch(rank.tokens))
     flushed, flush = rank.replayed(lambda: rank.pair(True), 5), rank.replayed(lambda: rank.flush.zero_(), 5)
     result["flushed_pair_us"] = [a - statistics.median(flush) for a in flushed]
-    if isinstance(rank.comm, Communicator) and case.get("eager"):
+    if meet is not None:
         result["eager_pair_us"] = [t / PAIRS for t in rank.timed(lambda: [rank.pair() for _ in range(PAIRS)])]
     result["host_us"] = [rank.host_us() for _ in range(3)][1:]
     rank.out.fill_(float("nan"))
@@ -159,7 +160,7 @@ def run_local(case: dict[str, Any]) -> dict[str, Any]:
         return summary({**case, "mode": "one process"}, world.run(measure, case))
 
 
-def run_process(rank: int, case: dict[str, Any], ids: Any, results: Any) -> None:
+def run_process(rank: int, case: dict[str, Any], ids: Any, barrier: Any, results: Any) -> None:
     try:
         os.environ["LOCAL_RANK"] = "0"
         if rank == 0:
@@ -170,15 +171,16 @@ def run_process(rank: int, case: dict[str, Any], ids: Any, results: Any) -> None
             unique = ids.get(timeout=WAIT_S)
         comm = Communicator.init(case["ranks"], rank, unique, device=rank % torch.cuda.device_count())
         with torch.cuda.stream(torch.cuda.Stream()):
-            results.put((rank, measure(comm, {**case, "eager": 1})))
+            results.put((rank, measure(comm, case, lambda: barrier.wait(WAIT_S))))
     except BaseException:
+        barrier.abort()
         results.put((rank, {"error": traceback.format_exc()[-1500:]}))
 
 
 def run_processes(case: dict[str, Any]) -> dict[str, Any]:
     context = mp.get_context("spawn")
-    ids, results = context.Queue(), context.Queue()
-    processes = [context.Process(target=run_process, args=(r, case, ids, results), daemon=True) for r in range(case["ranks"])]
+    ids, barrier, results = context.Queue(), context.Barrier(case["ranks"]), context.Queue()
+    processes = [context.Process(target=run_process, args=(r, case, ids, barrier, results), daemon=True) for r in range(case["ranks"])]
     for p in processes:
         p.start()
     try:
