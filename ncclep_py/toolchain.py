@@ -70,18 +70,18 @@ def nccl_include() -> Path:
 
 
 def _cuda_includes() -> list[Path]:
-    """Folders that together hold the CUDA runtime's headers and the CUDA C++ core libraries, all from one place."""
+    """Folders that together hold CUDA's ``cuda.h`` and the CUDA C++ core libraries, both from one place."""
     roots = []
     for wheels in _wheel_folders():
-        roots += [[wheels / part / "include" for part in ("cuda_runtime", "cuda_cccl", "cuda_nvcc")],
+        roots += [[wheels / part / "include" for part in ("cuda_runtime", "cuda_cccl")],
                   [wheels / "cu13" / "include", wheels / "cu13" / "include" / "cccl"]]
     for home in [*_environment_folder("CUDA_HOME"), *_environment_folder("CUDA_PATH"), SYSTEM_CUDA]:
         roots.append([home / "include", home / "include" / "cccl"])
     for folders in roots:
-        if all(any((f / name).is_file() for f in folders) for name in ("cuda_runtime.h", "cuda/std/cstdint", "crt/host_config.h")):
-            return [f for f in folders if f.is_dir()]
+        if all(any((f / name).is_file() for f in folders) for name in ("cuda.h", "cuda/std/cstdint")):
+            return folders
     looked = ", ".join(str(f) for folders in roots for f in folders)
-    raise ImportError(f"no CUDA headers (cuda_runtime.h, crt/ and cuda/std/) in {looked}; {_EXTRA} brings them, or set CUDA_HOME")
+    raise ImportError(f"no CUDA headers (cuda.h and cuda/std/) in {looked}; {_EXTRA} brings them, or set CUDA_HOME")
 
 
 def include_folders(nccl: Path | None = None) -> list[Path]:
@@ -130,7 +130,7 @@ def _library_versions() -> dict[str, str]:
     except ImportError as e:
         raise ImportError(f"compiling kernels needs cuda-bindings and cuda-core: {_EXTRA}") from e
     found = {name: _distribution(name) for name in ("numba-cuda", "numba", "llvmlite", "cuda-core", "cuda-bindings")}
-    for part in ("cuda-nvrtc", "nvjitlink", "cuda-nvcc", "cuda-runtime", "cuda-cccl"):
+    for part in ("cuda-nvrtc", "nvjitlink", "nvvm", "cuda-nvcc", "cuda-runtime", "cuda-cccl"):   # to the patch release, where they are wheels
         found[part] = "/".join(_distribution(f"nvidia-{part}{suffix}") for suffix in ("-cu12", ""))
     error, major, minor = nvrtc.nvrtcVersion()
     if int(error):

@@ -181,7 +181,7 @@ def fake_nccl(folder: Path) -> Path:
 
 
 def fake_cuda(*folders: Path) -> None:
-    for folder, name in zip(folders, ("cuda_runtime.h", "cuda/std/cstdint", "crt/host_config.h"), strict=True):
+    for folder, name in zip(folders, ("cuda.h", "cuda/std/cstdint"), strict=True):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
 
@@ -214,15 +214,15 @@ def test_missing_nccl_headers_are_named(bare):
 @pytest.mark.parametrize("where", ["cu12 wheels", "cu13 wheels", "CUDA_HOME"])
 def test_cuda_headers_are_found(where, bare, monkeypatch):
     nvidia, home = bare / "nvidia", bare / "cuda"
-    folders = {"cu12 wheels": [nvidia / part / "include" for part in ("cuda_runtime", "cuda_cccl", "cuda_nvcc")],
-               "cu13 wheels": [nvidia / "cu13" / "include", nvidia / "cu13" / "include" / "cccl", nvidia / "cu13" / "include"],
-               "CUDA_HOME": [home / "include", home / "include" / "cccl", home / "include"]}[where]
+    folders = {"cu12 wheels": [nvidia / part / "include" for part in ("cuda_runtime", "cuda_cccl")],
+               "cu13 wheels": [nvidia / "cu13" / "include", nvidia / "cu13" / "include" / "cccl"],
+               "CUDA_HOME": [home / "include", home / "include" / "cccl"]}[where]
     fake_cuda(*folders)
     if where == "CUDA_HOME":
         monkeypatch.setenv("CUDA_HOME", str(home))
     nccl = fake_nccl(nvidia / "nccl" / "include")
     assert toolchain.include_folders()[:2] == [toolchain.KERNEL_FOLDER / "headers", nccl]
-    assert set(toolchain.include_folders()[2:]) == set(folders)
+    assert toolchain.include_folders()[2:] == folders
 
 
 def test_missing_cuda_headers_are_named(bare):

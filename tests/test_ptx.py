@@ -26,7 +26,7 @@ POINTERS = ("word", "header", "counter", "fail", "record", "topk_idx", "tokens",
             "heads", "arrived", "counts", "slot")
 NOUN = {"word": "epoch", "counter": "blocks_done", "counts": "count", "heads": "head"}   # parameter -> noun, where they differ
 SYNONYM = {"signature": "head"}   # two words of one HEAD; loads cannot be told apart, stores by what they store
-FAILURE = {"ld.relaxed.gpu fail", "atom.relaxed.gpu fail", "ld.volatile record", "st.volatile record", "membar.sys"}
+FAILURE = {"ld.relaxed.gpu fail", "atom.relaxed.gpu fail", "ld.volatile record", "st.volatile record", "membar.sys", "fence.sc.sys"}
 
 
 # ---- PTX ------------------------------------------------------------------------------------------------------------------
