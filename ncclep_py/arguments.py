@@ -10,7 +10,7 @@ from ncclep_py.refusal import Refusal
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_ids", "check_tensor", "refusal_of"]
+__all__ = ["Seen", "check_ids", "check_tensor", "check_tokens", "refusal_of", "stale"]
 
 ALIGNMENT = 16
 
@@ -46,13 +46,38 @@ def check_tensor(name: str, value: Any, shape: Sequence[int | None], dtypes: Seq
         raise _refused(TypeError(f"{name} must have dtype {allowed}, got {value.dtype}"), Refusal.TYPE)
     if value.device != device:
         raise _refused(ValueError(f"{name} must be on {device}, got {value.device}"), Refusal.DEVICE)
-    wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
-    if value.dim() != len(shape) or any(n is not None and n != have for n, have in zip(shape, value.shape, strict=True)):
+    if not _fits(value.shape, shape):
+        wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
         raise _refused(ValueError(f"{name} must have shape {wanted}, got {list(value.shape)}"), Refusal.SHAPE)
     if value.numel() and not value.is_contiguous():
         raise _refused(ValueError(f"{name} must be contiguous, got strides {list(value.stride())} for shape {list(value.shape)}"), Refusal.MEMORY)
     if aligned and value.numel() and value.data_ptr() % ALIGNMENT:
         raise _refused(ValueError(f"{name} must start at a multiple of {ALIGNMENT} bytes, got address {value.data_ptr():#x}"), Refusal.MEMORY)
+
+
+def _fits(sizes: Sequence[int], shape: Sequence[int | None]) -> bool:
+    if len(sizes) != len(shape):
+        return False
+    for have, wanted in zip(sizes, shape):   # noqa: B905  (equal lengths; `strict` costs time on the way of every call)
+        if wanted is not None and have != wanted:
+            return False
+    return True
+
+
+class Seen:
+    """Tensors that passed their check in the last call, so that a decoding loop over the same tensors pays for the check once."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[Any, int, Any]] = {}
+
+    def same(self, name: str, value: Any) -> bool:
+        """Whether `value` is the tensor that passed as `name`, with the same memory and shape."""
+        last = self._last.get(name)
+        return last is not None and last[0] is value and last[1] == value.data_ptr() and last[2] == value.shape
+
+    def passed(self, name: str, value: torch.Tensor) -> None:
+        """Remember that `value` passed as `name`."""
+        self._last[name] = (value, value.data_ptr(), value.shape)
 
 
 def check_tokens(name: str, count: int, most: int) -> None:

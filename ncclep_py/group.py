@@ -95,11 +95,11 @@ class Group:
 
     def kernel(self, name: str, num_topk: int, idx_bytes: int) -> Kernel:
         """Internal: the kernel for K and id type, loaded on first use; refused under capture."""
-        from ncclep_py import launch
-        from ncclep_py.kernels.shape import KernelShape
-
         key = (name, num_topk, idx_bytes)
         if key not in self._kernels:
+            from ncclep_py import launch
+            from ncclep_py.kernels.shape import KernelShape
+
             if self.comm.capturing():
                 raise EpError(f"{name} for {num_topk} experts per token and {idx_bytes}-byte ids is not loaded, and loading is impossible during "
                               "graph capture: create the handle (or call it once) with these before capturing")

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ncclep_py.arguments import check_ids, check_tensor, check_tokens, refusal_of, stale
+from ncclep_py.arguments import Seen, check_ids, check_tensor, check_tokens, refusal_of, stale
 from ncclep_py.config import CombineConfig, CombineQuant, DispatchConfig, DispatchQuant, HandleConfig, Layout, PassDir
 from ncclep_py.errors import EpClosedError, EpError, Status
 from ncclep_py.signature import OpKind
@@ -126,6 +126,9 @@ class Handle:
         self._closed = False
         self._slot, self._generation, self._num_tokens, self._idx_bytes = -1, 0, 0, dtype.itemsize
         self._topk_idx: torch.Tensor | None = None
+        self._seen, self._row_views, self._row_shape = Seen(), {}, (group.map.num_local_experts, group.map.plane_rows, group.config.hidden)
+        self._dtype = group.config.token_type.torch_dtype()
+        self._constants: dict[tuple[str, int], tuple[int, ...]] = {}
         for name in ("ll_dispatch", "ll_combine"):
             self._kernel(name)
         if topk_idx is not None:
@@ -196,26 +199,27 @@ class Handle:
         return made
 
     def _check_dispatch(self, given: DispatchInputs, made: DispatchOutputs, counts: LayoutInfo, config: DispatchConfig) -> None:
-        import torch
-
-        group = self.group
+        group, seen = self.group, self._seen
         _only_plain(config.send_only, config.pass_direction, config.quant_recipe == DispatchQuant.NONE)
-        _absent("inputs.topk_weights", given.topk_weights)
-        _absent("inputs.scales", given.scales)
-        _absent("outputs.topk_weights", made.topk_weights)
-        _absent("outputs.topk_idx", made.topk_idx)
-        _absent("layout_info.src_rank_counters", counts.src_rank_counters)
-        dtype, hidden = group.config.token_type.torch_dtype(), group.config.hidden
+        for name, value in (("inputs.topk_weights", given.topk_weights), ("inputs.scales", given.scales), ("outputs.topk_weights", made.topk_weights),
+                            ("outputs.topk_idx", made.topk_idx), ("layout_info.src_rank_counters", counts.src_rank_counters)):
+            if value is not None:
+                _unwanted(name, value)
         if self._topk_idx is None:
             raise ValueError("topk_idx must be given to create_handle, update or dispatch before a dispatch")
-        check_tensor("tokens", given.tokens, (None, hidden), (dtype,), group.comm.device)
-        check_tokens("tokens", given.tokens.shape[0], group.config.max_dispatch_tokens_per_rank)
-        check_tensor("tokens", given.tokens, (self._topk_idx.shape[0], hidden), (dtype,), group.comm.device)
+        if not seen.same("tokens", given.tokens) or given.tokens.shape[0] != self._topk_idx.shape[0]:
+            check_tensor("tokens", given.tokens, (None, group.config.hidden), (self._dtype,), group.comm.device)
+            check_tokens("tokens", given.tokens.shape[0], group.config.max_dispatch_tokens_per_rank)
+            check_tensor("tokens", given.tokens, (self._topk_idx.shape[0], group.config.hidden), (self._dtype,), group.comm.device)
+            seen.passed("tokens", given.tokens)
         if made.tokens is not None:
-            check_tensor("outputs.tokens", made.tokens, self._row_shape(), (dtype,), group.comm.device)
-        if counts.expert_counters is not None:
+            check_tensor("outputs.tokens", made.tokens, self._row_shape, (self._dtype,), group.comm.device)
+        if counts.expert_counters is not None and not seen.same("expert_counters", counts.expert_counters):
+            import torch
+
             check_tensor("layout_info.expert_counters", counts.expert_counters, (group.map.num_local_experts,), (torch.int32,), group.comm.device,
                          aligned=False)
+            seen.passed("expert_counters", counts.expert_counters)
         if group.config.checked:
             check_ids("topk_idx", self._topk_idx, group.config.num_experts)
 
@@ -264,23 +268,26 @@ class Handle:
         return made.tokens
 
     def _check_combine(self, given: CombineInputs, made: CombineOutputs, weights: Any, config: CombineConfig, slot: int) -> None:
-        import torch
-
-        group = self.group
+        group, seen = self.group, self._seen
         _only_plain(config.send_only, config.pass_direction, config.quant_recipe == CombineQuant.NONE)
-        _absent("inputs.scales", given.scales)
-        dtype, hidden = group.config.token_type.torch_dtype(), group.config.hidden
-        check_tensor("inputs.tokens", given.tokens, self._row_shape(), (dtype,), group.comm.device)
-        memory = group.window.memory
-        at = given.tokens.data_ptr() - memory.data_ptr()
-        if 0 <= at < memory.numel() and at != group.map.slot(slot):
-            raise stale(f"inputs.tokens lies in slot {(at - group.map.slots) // group.map.slot_bytes} of the window, but this handle's last dispatch "
-                        f"filled slot {slot}")
+        if given.scales is not None:
+            _unwanted("inputs.scales", given.scales)
+        if given.tokens is not self._row_views.get(slot):
+            check_tensor("inputs.tokens", given.tokens, self._row_shape, (self._dtype,), group.comm.device)
+            at = given.tokens.data_ptr() - group.window.address
+            if 0 <= at < group.window.num_bytes and at != group.map.slot(slot):
+                raise stale(f"inputs.tokens lies in slot {(at - group.map.slots) // group.map.slot_bytes} of the window, but this handle's last "
+                            f"dispatch filled slot {slot}")
         if weights is None:
             raise ValueError("topk_weights must be given to an EXPERT_MAJOR combine (outputs.topk_weights or topk_weights=)")
-        check_tensor("topk_weights", weights, (self._num_tokens, self.num_topk), (torch.float32,), group.comm.device, aligned=False)
-        if made.tokens is not None:
-            check_tensor("outputs.tokens", made.tokens, (self._num_tokens, hidden), (dtype,), group.comm.device)
+        if not seen.same("topk_weights", weights) or weights.shape[0] != self._num_tokens:
+            import torch
+
+            check_tensor("topk_weights", weights, (self._num_tokens, self.num_topk), (torch.float32,), group.comm.device, aligned=False)
+            seen.passed("topk_weights", weights)
+        if made.tokens is not None and (not seen.same("combined", made.tokens) or made.tokens.shape[0] != self._num_tokens):
+            check_tensor("outputs.tokens", made.tokens, (self._num_tokens, group.config.hidden), (self._dtype,), group.comm.device)
+            seen.passed("combined", made.tokens)
 
     def complete(self, config: Any = None) -> None:
         """Finish a staged operation; without one, nothing happens (staged operations are not built yet)."""
@@ -325,20 +332,19 @@ class Handle:
         self.group.slot_owner[slot], self.group.slot_combined[slot], self._slot = self.id, False, slot
         return slot
 
-    def _row_shape(self) -> tuple[int, int, int]:
-        return self.group.map.num_local_experts, self.group.map.plane_rows, self.group.config.hidden
-
     def _rows(self, slot: int) -> torch.Tensor:
-        """The rows of a slot as ``[L, R * M, hidden]``."""
-        begin = self.group.map.slot(slot)
-        config = self.group.config
-        size = self.group.map.slot_rows * config.row_bytes
-        return self.group.window.memory[begin: begin + size].view(config.token_type.torch_dtype()).view(self._row_shape())
+        """The rows of a slot as ``[L, R * M, hidden]``, always the same tensor object."""
+        rows = self._row_views.get(slot)
+        if rows is None:
+            begin = self.group.map.slot(slot)
+            size = self.group.map.slot_rows * self.group.config.row_bytes
+            rows = self._row_views[slot] = self.group.window.memory[begin: begin + size].view(self._dtype).view(self._row_shape)
+        return rows
 
     def _new(self, shape: Sequence[int], dtype: str | None) -> torch.Tensor:
         import torch
 
-        return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else self.group.config.token_type.torch_dtype(), device=self.group.comm.device)
+        return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else self._dtype, device=self.group.comm.device)
 
     def _kernel(self, name: str) -> Kernel:
         return self.group.kernel(name, self.num_topk, 8 if name == "ll_combine" else self._idx_bytes)
@@ -346,12 +352,19 @@ class Handle:
     def _launch(self, name: str, slot: int, status: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...]) -> None:
         """Submit one operation; `own` are the kernel's values between the record and the slot."""
         group = self.group
+        fixed = self._constants.get((name, slot))
+        if fixed is None:
+            fixed = self._constants[(name, slot)] = self._fixed_values(name, slot)
+        values = (*fixed[:4], *own, *fixed[4:9], status, group.config.wait_ns)
+        group.comm.submit(self._kernel(name), values, group.num_blocks, name, tensors)
+
+    def _fixed_values(self, name: str, slot: int) -> tuple[int, ...]:
+        """Kernel values that never change for a slot: first those before, then those after an operation's own."""
+        group = self.group
         local, record = group.addresses()
         kind = OpKind.DISPATCH if name == "ll_dispatch" else OpKind.COMBINE
-        values = (group.window.handle, group.rank, local, record, *own, group.map.slot(slot), local + group.local_map.table(slot),
-                  local + group.local_map.header(slot), self.id, group.signature(kind, self.layout, slot, self.num_topk), status,
-                  group.config.wait_ns)
-        group.comm.submit(self._kernel(name), values, group.num_blocks, name, tensors)
+        return (group.window.handle, group.rank, local, record, group.map.slot(slot), local + group.local_map.table(slot),
+                local + group.local_map.header(slot), self.id, group.signature(kind, self.layout, slot, self.num_topk))
 
     def refuse(self, name: str, slot: int, why: int) -> None:
         """Internal: take part in an operation this rank refuses, so that all ranks refuse it and epochs stay equal."""
@@ -392,9 +405,8 @@ def _known_topk(num_topk: int | None, most: int) -> int:
     return num_topk
 
 
-def _absent(name: str, value: object) -> None:
-    if value is not None:
-        raise ValueError(f"{name} must be left out of a LOW_LATENCY EXPERT_MAJOR operation, got {type(value).__name__}")
+def _unwanted(name: str, value: object) -> None:
+    raise ValueError(f"{name} must be left out of a LOW_LATENCY EXPERT_MAJOR operation, got {type(value).__name__}")
 
 
 def _only_plain(send_only: bool, direction: PassDir, plain: bool) -> None:
