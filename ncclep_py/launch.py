@@ -1,19 +1,16 @@
-"""From a kernel's name and shape to a running grid: compile (through the disk cache), load, prepare, enqueue.
+"""From a kernel's name and shape to a running grid: compile (``ncclep_py.compiled``), load, prepare, enqueue.
 
-``compile_kernel`` needs no GPU; everything from `load` on works on the current CUDA device. A warm cache hit imports neither numba nor a compiler.
+Compiling needs no GPU; everything from `load` on works on the current CUDA device.
 Compile and load for all ranks of a process before any of their kernels runs: loading a module waits for kernels that wait for each other.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ncclep_py import toolchain
-from ncclep_py.kernel_cache import KernelCache, digest_of
-from ncclep_py.kernels import ll_combine, ll_dispatch
+from ncclep_py.compiled import KERNELS, CompiledKernel, KernelSpec, compile_kernel, parameters_of
 from ncclep_py.kernels.shape import KernelShape
 from ncclep_py.memory_map import align
 from ncclep_py.toolchain import check_loaded_nccl, nccl_header_version
@@ -26,7 +23,6 @@ __all__ = [
     "LoadedKernel",
     "check_loaded_nccl",
     "compile_kernel",
-    "fingerprint",
     "load",
     "nccl_header_version",
     "occupancy",
@@ -35,51 +31,11 @@ __all__ = [
     "shared_bytes",
 ]
 
-KERNELS: dict[str, tuple[Callable[..., Callable[..., None]], tuple[str, ...]]] = {
-    "ll_dispatch": (ll_dispatch.make_ll_dispatch, ll_dispatch.PARAMETERS),
-    "ll_combine": (ll_combine.make_ll_combine, ll_combine.PARAMETERS),
-}
-"""Factory and run-time parameters by kernel name."""
-
 MAX_SHARED_BYTES = 200 * 1024
 """Most dynamic shared memory of a block; sm_90 and sm_100 have 227 KiB, others less (`LoadedKernel.allow_shared` asks the device)."""
 
 FREE_SHARED_BYTES = 48 * 1024
 """What a kernel may use without asking."""
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelSpec:
-    """What is compiled: a name of `KERNELS` and its constants."""
-
-    name: str
-    shape: KernelShape
-
-    def __post_init__(self) -> None:
-        if self.name not in KERNELS:
-            raise ValueError(f"name must be one of {', '.join(KERNELS)}, got {self.name!r}")
-
-
-@dataclasses.dataclass(frozen=True)
-class CompiledKernel:
-    """A cubin.
-
-    Attributes:
-        name: name of `KERNELS`.
-        symbol: the kernel's name in the cubin.
-        cubin: machine code for one architecture.
-        info: arch, key, registers of a thread, bytes of its stack (0: nothing spilled), and seconds of the compilation.
-    """
-
-    name: str
-    symbol: str
-    cubin: bytes = dataclasses.field(repr=False)
-    info: dict[str, Any]
-
-
-def parameters_of(name: str) -> tuple[str, ...]:
-    """Run-time values a launch of the kernel takes, in order; all 64-bit integers."""
-    return KERNELS[name][1]
 
 
 def shared_bytes(shape: KernelShape, max_tokens: int, grid: int) -> int:
@@ -91,50 +47,6 @@ def shared_bytes(shape: KernelShape, max_tokens: int, grid: int) -> int:
                          f"{shape.num_topk} experts each need {needed} bytes of shared memory, at most {MAX_SHARED_BYTES} are available: raise "
                          "max_num_sms, or lower max_dispatch_tokens_per_rank")
     return needed
-
-
-# ---- compile -------------------------------------------------------------------------------------------------------------
-def _device_fingerprint(arch: str, lineinfo: bool) -> dict[str, str]:
-    """Everything that decides the code of the device functions."""
-    sources = digest_of("kernels/*.cu", "kernels/headers/**/*", "toolchain.py")
-    return {"arch": arch, "lineinfo": str(lineinfo), "device sources": sources} | toolchain.versions()
-
-
-def fingerprint(spec: KernelSpec, arch: str, lineinfo: bool = False) -> dict[str, str]:
-    """Everything that decides a kernel's code; the key of the disk cache is its digest."""
-    sources = digest_of("kernels/*.py", "launch.py")
-    return _device_fingerprint(arch, lineinfo) | {"kernel": spec.name, "shape": repr(spec.shape), "kernel sources": sources}
-
-
-def _device_ltoir(arch: str, lineinfo: bool, cache: KernelCache) -> bytes:
-    """The device functions as LTO-IR, through the cache."""
-    name, key = f"device_ops-{arch}", cache.key(_device_fingerprint(arch, lineinfo))
-    found = cache.load(name, key)
-    if found is None:
-        found = {}, toolchain.compile_device(arch, lineinfo=lineinfo)
-        cache.store(name, key, *found)
-    return found[1]
-
-
-def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, lineinfo: bool = False) -> CompiledKernel:
-    """The kernel for `arch`, from the disk cache or compiled now. `lineinfo` keeps source lines for profilers."""
-    toolchain.capability(arch)
-    cache = KernelCache()
-    name, key = f"{spec.name}-{arch}", cache.key(fingerprint(spec, arch, lineinfo))
-    found = cache.load(name, key)
-    if found is not None:
-        info, cubin = found
-        return CompiledKernel(spec.name, info["symbol"], cubin, info)
-    started = time.perf_counter()
-    device = _device_ltoir(arch, lineinfo, cache)
-    factory, parameters = KERNELS[spec.name]
-    cubin = toolchain.link([toolchain.kernel_ltoir(factory, spec.shape, parameters, arch, lineinfo), device], arch, lineinfo)
-    symbols = [s for s in toolchain.entry_symbols(cubin) if spec.name in s]
-    if len(symbols) != 1:
-        raise RuntimeError(f"the cubin of {spec.name} should hold one kernel of that name, it holds {symbols}")
-    info = {"symbol": symbols[0], "arch": arch, "key": key, "seconds": round(time.perf_counter() - started, 3)} | toolchain.resources(cubin)
-    cache.store(name, key, info, cubin)
-    return CompiledKernel(spec.name, symbols[0], cubin, info)
 
 
 # ---- load and launch -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs an extra cu12 or cu13")
 
-from ncclep_py import kernel_cache, launch, toolchain
+from ncclep_py import compiled, kernel_cache, launch, toolchain
 from ncclep_py.config import GroupConfig
 from ncclep_py.kernel_cache import KernelCache
 from ncclep_py.kernels.shape import KernelShape
@@ -65,7 +65,7 @@ def damage(path: Path, how: str) -> None:
 
 # ---- key -------------------------------------------------------------------------------------------------------------------
 def key(**changes: object) -> str:
-    return KernelCache.key(launch.fingerprint(changes.get("spec", SPEC), changes.get("arch", "sm_90"), bool(changes.get("lineinfo"))))
+    return KernelCache.key(compiled.fingerprint(changes.get("spec", SPEC), changes.get("arch", "sm_90"), bool(changes.get("lineinfo"))))
 
 
 def test_key_is_stable():
@@ -89,7 +89,7 @@ def test_key_depends_on_every_version(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["kernels/lane_ops.cu", "kernels/fabric_ops.cu", "kernels/ops.py", "kernels/ll_combine.py", "kernels/shape.py",
-                                  "kernels/headers/nccl_lsa.h", "launch.py", "toolchain.py"])
+                                  "kernels/headers/nccl_lsa.h", "compiled.py", "toolchain.py"])
 def test_key_depends_on_every_source(name, tmp_path, monkeypatch):
     before = key()
     package = Path(launch.__file__).parent

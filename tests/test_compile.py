@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs an extra cu12 or cu13")
 pytest.importorskip("numba.cuda", reason="needs an extra cu12 or cu13")
 
-from ncclep_py import launch, toolchain
+from ncclep_py import cubin, launch, toolchain
 from ncclep_py.config import GroupConfig
 from ncclep_py.kernels.shape import KernelShape
 
@@ -82,9 +82,9 @@ def test_rows_move_in_16_byte_vectors():
 
 def test_resources_are_read_from_the_cubin():
     source = 'extern "C" __global__ void k(int* p, int n) { volatile int a[64]; for (int i = 0; i < n; ++i) a[p[i] & 63] = i; p[0] = a[n & 63]; }'
-    cubin = toolchain.link([toolchain.compile_device("sm_90", source=source)], "sm_90")
-    assert toolchain.entry_symbols(cubin) == ["k"]
-    assert toolchain.resources(cubin)["stack"] >= 256
+    code = toolchain.link([toolchain.compile_device("sm_90", source=source)], "sm_90")
+    assert cubin.entry_symbols(code) == ["k"]
+    assert cubin.resources(code)["stack"] >= 256
 
 
 # ---- types -------------------------------------------------------------------------------------------------------------------
