@@ -23,7 +23,9 @@ def _refused(error: Exception, why: Refusal) -> Exception:
 
 def refusal_of(error: BaseException) -> Refusal:
     """What to tell the peers about `error`."""
-    return getattr(error, "refusal", Refusal.OTHER)
+    from ncclep_py.errors import EpError
+
+    return getattr(error, "refusal", Refusal.EARLIER if isinstance(error, EpError) else Refusal.OTHER)
 
 
 def check_tensor(name: str, value: Any, shape: Sequence[int | None], dtypes: Sequence[Any], device: torch.device, *, aligned: bool = True) -> None:

@@ -143,7 +143,7 @@ class Communicator(ABC):
         import torch.distributed as dist
 
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        box = [Communicator.unique_id() if rank == 0 else None]
+        box: list[Any] = [Communicator.unique_id() if rank == 0 else None]
         dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
         return NcclCommunicator(size, rank, box[0], device)
 

@@ -266,8 +266,9 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> int:
     else:
         where = "the simulator" if result["backend"] == "sim" else "real NCCL"
         sys.stdout.write(
-            f"{result['tokens']} tokens through {result['experts']} experts (top {result['topk']}, hidden {result['hidden']}) on {result['ranks']} ranks "
-            f"in {where}, {result['steps']} steps, {result['seconds']} s\n"
+            f"{result['tokens']} tokens through {result['experts']} experts (top {result['topk']}, hidden {result['hidden']}) "
+            f"on {result['ranks']} ranks in {where}, {result['steps']} steps, {result['seconds']} s\n"
             f"against the layer in one process: largest difference {result['max_abs_error']:g}, "
-            f"{'equal' if result['bitwise_equal_to_reference'] else 'not equal'} bit for bit: {'verified' if result['verified'] else 'NOT VERIFIED'}\n")
+            f"{'equal' if result['bitwise_equal_to_reference'] else 'not equal'} bit for bit: "
+            f"{'verified' if result['verified'] else 'NOT VERIFIED'}\n")
     return 0 if result["verified"] else 1

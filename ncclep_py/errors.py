@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from typing import Any
 
 from ncclep_py.memory_map import RECORD_FIELDS
 from ncclep_py.signature import Signature
@@ -122,7 +122,7 @@ class ErrorRecord:
     expected: int
 
     @classmethod
-    def read(cls, words: Sequence[int]) -> ErrorRecord | None:
+    def read(cls, words: Any) -> ErrorRecord | None:
         """The record in `words`, or None if there is none."""
         return None if int(words[0]) == 0 else cls(*(int(w) for w in words[: len(RECORD_FIELDS)]))
 

@@ -3,6 +3,10 @@
 Lifetime of outputs that live in the window (the default): `DispatchOutputs.tokens` is valid from its dispatch until the handle's combine; a later
 dispatch on the same slot, or a combine, makes it stale, and passing stale tokens to `combine` is refused. After `combine` returns, peers may still
 be reading these rows: write to them again only after a later dispatch of the group gave them out again.
+
+Errors: operations are asynchronous, so what a device reports is raised by a later call on the same rank, or by ``Group.check()``. A call that raises,
+for its own arguments or for an earlier error, still takes part as a refusal: one call is one operation on every rank, epochs stay equal, and no peer
+waits. To go on after an error, let every rank call ``Group.check()`` at the same point of the program.
 """
 
 from __future__ import annotations
@@ -65,7 +69,7 @@ class DispatchOutputs:
         generation: number of the dispatch that made this.
     """
 
-    tokens: torch.Tensor | None = None
+    tokens: torch.Tensor = None   # type: ignore[assignment]  # set on everything dispatch returns
     topk_weights: torch.Tensor | None = None
     scales: torch.Tensor | None = None
     topk_idx: torch.Tensor | None = None
@@ -96,7 +100,7 @@ class CombineOutputs:
         topk_weights: LL EXPERT_MAJOR: ``[T, K]`` float32 router weights. An *input*; the name is `nccl.ep`'s.
     """
 
-    tokens: torch.Tensor | None = None
+    tokens: torch.Tensor = None   # type: ignore[assignment]  # set once combine has it
     topk_weights: torch.Tensor | None = None
 
 
@@ -126,7 +130,8 @@ class Handle:
         self._closed = False
         self._slot, self._generation, self._num_tokens, self._idx_bytes = -1, 0, 0, dtype.itemsize
         self._topk_idx: torch.Tensor | None = None
-        self._seen, self._row_views, self._row_shape = Seen(), {}, (group.map.num_local_experts, group.map.plane_rows, group.config.hidden)
+        self._seen, self._row_shape = Seen(), (group.map.num_local_experts, group.map.plane_rows, group.config.hidden)
+        self._row_views: dict[int, torch.Tensor] = {}
         self._dtype = group.config.token_type.torch_dtype()
         self._constants: dict[tuple[str, int], tuple[int, ...]] = {}
         for name in ("ll_dispatch", "ll_combine"):
@@ -172,17 +177,18 @@ class Handle:
             EpError: what a device reported about an earlier operation.
         """
         self._check_open("dispatch")
-        self.group.raise_reported()
         slot = self._take_slot()
         self._generation += 1
         given = inputs if isinstance(inputs, DispatchInputs) else DispatchInputs(inputs)
         made = outputs if outputs is not None else DispatchOutputs()
         counts = layout_info if layout_info is not None else made.layout_info
         with _Refusing(self, "ll_dispatch", slot):
+            self.group.raise_reported()
             if topk_idx is not None:
                 self.update(topk_idx)
             self._check_dispatch(given, made, counts, config or DispatchConfig())
         tokens, idx = given.tokens, self._topk_idx
+        assert idx is not None   # checked above
         self._num_tokens = int(tokens.shape[0])
         if counts.expert_counters is None:
             counts.expert_counters = self._new((self.group.map.num_local_experts,), "int32")
@@ -194,8 +200,6 @@ class Handle:
         elif made.tokens.data_ptr() != received.data_ptr():
             made.tokens.copy_(received)
         made.layout_info, made.generation = counts, self._generation
-        if self.group.comm.backend == "sim":
-            self.group.raise_reported()
         return made
 
     def _check_dispatch(self, given: DispatchInputs, made: DispatchOutputs, counts: LayoutInfo, config: DispatchConfig) -> None:
@@ -244,7 +248,6 @@ class Handle:
             EpError: what a device reported about an earlier operation.
         """
         self._check_open("combine")
-        self.group.raise_reported()
         if self._slot < 0 or self.group.slot_owner[self._slot] not in (self.id, -self.id):
             raise EpError("combine needs a dispatch of this handle before it; its slot was never filled or went to another handle")
         slot = self._slot
@@ -252,8 +255,9 @@ class Handle:
             self.group.rendezvous(OpKind.COMBINE)
         given = inputs if isinstance(inputs, CombineInputs) else CombineInputs(inputs)
         made = outputs if outputs is not None else CombineOutputs()
-        weights = topk_weights if topk_weights is not None else made.topk_weights
+        weights: Any = topk_weights if topk_weights is not None else made.topk_weights
         with _Refusing(self, "ll_combine", slot):
+            self.group.raise_reported()
             self._check_combine(given, made, weights, config or CombineConfig(), slot)
         rows = self._rows(slot)
         if given.tokens.data_ptr() != rows.data_ptr():
@@ -263,8 +267,6 @@ class Handle:
         self._launch("ll_combine", slot, Status.GO, (weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens), (weights, made.tokens))
         self.group.slot_combined[slot] = True
         self.group.slot_owner[slot] = -self.id   # free for others, but still mine to combine again
-        if self.group.comm.backend == "sim":
-            self.group.raise_reported()
         return made.tokens
 
     def _check_combine(self, given: CombineInputs, made: CombineOutputs, weights: Any, config: CombineConfig, slot: int) -> None:
@@ -373,7 +375,7 @@ class Handle:
 
 
 class _Refusing:
-    """Turns an exception of an argument check into a refusal all ranks see, then lets it rise."""
+    """Turns an exception into a refusal all ranks see, then lets it rise."""
 
     def __init__(self, handle: Handle, name: str, slot: int) -> None:
         self.handle, self.name, self.slot = handle, name, slot

@@ -206,7 +206,7 @@ class _KeptState:
         if self.device is not None:
             self.outer_device, self.outer_stream = torch.cuda.current_device(), torch.cuda.current_stream()
             torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(self.stream)
+            torch.cuda.set_stream(self.stream)   # type: ignore[arg-type]
 
     def __exit__(self, *exc: object) -> None:
         import torch

@@ -18,6 +18,7 @@ class Refusal(enum.IntEnum):
     STALE = 6
     EXPERT_ID = 7
     OTHER = 8
+    EARLIER = 9
 
 
 SENTENCES: dict[int, str] = {
@@ -29,5 +30,6 @@ SENTENCES: dict[int, str] = {
     Refusal.STALE: "rows or a slot that something newer took",
     Refusal.EXPERT_ID: "an expert id out of range",
     Refusal.OTHER: "an invalid call",
+    Refusal.EARLIER: "its device had reported an error of an earlier operation",
 }
 """What peers are told, by `Refusal`."""

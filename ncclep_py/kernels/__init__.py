@@ -2,7 +2,7 @@
 
 | step | kernel | reads | writes |
 |---|---|---|---|
-| dispatch, EXPERT_MAJOR | ``ll_dispatch`` | tokens, topk_idx, COUNTS, HEAD, ARRIVED | rows in peers' slots, COUNTS, HEAD, ARRIVED, row table, counters |
+| dispatch, EXPERT_MAJOR | ``ll_dispatch`` | tokens, topk_idx, COUNTS, HEAD, ARRIVED | peers' slots, COUNTS, HEAD, ARRIVED, row table, counters |
 | combine, EXPERT_MAJOR | ``ll_combine`` | rows in peers' slots, row table, weights, HEAD | combined tokens, HEAD |
 
 A kernel is a Python function in which every value is the same for all 32 lanes of a warp. ``ops`` declares the vocabulary once: the CUDA side

@@ -91,7 +91,7 @@ OPS: dict[str, Op] = {op.name: op for op in (
     # ---- who and where: no memory --------------------------------------------------------------------------------
     _op("block_idx", "warp", "", "", "Index of my block in the grid."),
     _op("warp_idx", "warp", "", "", "Index of my warp in the block."),
-    _op("first_token", "warp", "num_tokens", "", "First of the tokens this block works on; blocks share tokens when there are fewer tokens than blocks."),
+    _op("first_token", "warp", "num_tokens", "", "First of the tokens this block works on; blocks share tokens if there are fewer tokens than blocks."),
     _op("end_token", "warp", "num_tokens", "", "End of the tokens this block works on."),
     _op("token_part", "warp", "num_tokens", "", "Which of the blocks that share my tokens this one is, from 0."),
     _op("warp_token", "warp", "num_tokens", "", "First token of this warp."),

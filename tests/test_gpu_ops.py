@@ -1,0 +1,192 @@
+"""Operations on the GPU against their twins in numpy, and the message-passing litmus. ``-m gpu``.
+
+The two sides run the same kernel functions over the two implementations of the vocabulary; what they leave in memory must be equal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from ncclep_py import EpError, Group, GroupConfig, Layout, LocalWorld, launch
+from ncclep_py.errors import ErrorRecord
+from ncclep_py.kernels.ops import Vocabulary
+from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.signature import OpKind
+from ncclep_py.testing import bits_equal, first_difference, random_routing, stamped_tokens, weights_like
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+WARPS = 16
+LITMUS_ROUNDS = int(os.environ.get("NCCLEP_LITMUS_ROUNDS", 200_000))
+
+
+@pytest.fixture
+def extra_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[Callable[..., None]]:
+    """Register a kernel of the test's own, compiled into a cache of its own."""
+    monkeypatch.setenv("NCCLEP_CACHE_DIR", str(tmp_path))
+
+    def register(name: str, factory: Callable, parameters: tuple[str, ...]) -> None:
+        monkeypatch.setitem(launch.KERNELS, name, (factory, parameters))
+
+    yield register
+
+
+# ---- who and where ---------------------------------------------------------------------------------------------------
+def make_places(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
+    """Every warp writes what it is told about its share of the work: pairs of values, through `store_header`."""
+    block_idx, warp_idx, first_token, end_token, token_part = ops.block_idx, ops.warp_idx, ops.first_token, ops.end_token, ops.token_part
+    warp_token, token_step, begin_vector, end_vector, store_header = (
+        ops.warp_token, ops.token_step, ops.begin_vector, ops.end_vector, ops.store_header)
+    ROW_BYTES = shape.row_bytes
+
+    def places(out, num_tokens, num_blocks):  # noqa: ANN001, ANN202
+        at = out + (block_idx() * 16 + warp_idx()) * 80
+        store_header(at, block_idx(), warp_idx())
+        store_header(at + 16, first_token(num_tokens), end_token(num_tokens))
+        store_header(at + 32, token_part(num_tokens), warp_token(num_tokens))
+        store_header(at + 48, token_step(num_tokens), num_blocks)
+        store_header(at + 64, begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES))
+
+    return places
+
+
+def run_places(backend: str, blocks: int, counts: list[int], row_bytes: int) -> list[torch.Tensor]:
+    shape = KernelShape.build(GroupConfig(num_experts=1, max_dispatch_tokens_per_rank=8, hidden=row_bytes // 2, num_topk=1), 1, 1, 8)
+
+    def program(comm: object) -> list[torch.Tensor]:
+        kernel, results = comm.kernel("places", shape, 0, blocks), []
+        for count in counts:
+            out = torch.zeros(blocks * WARPS * 10, dtype=torch.int64, device=comm.device)
+            comm.submit(kernel, (out.data_ptr(), count, blocks), blocks, "places", (out,))
+            comm.synchronize()
+            results.append(out.cpu())
+        return results
+
+    with LocalWorld(1, backend, blocks=blocks, warps=WARPS) as world:
+        return world.run(program)[0]
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 16])
+def test_shares_of_the_work(blocks: int, extra_kernel: Callable[..., None]) -> None:
+    extra_kernel("places", make_places, ("out", "num_tokens", "num_blocks"))
+    counts = [0, 1, 2, 3, 5, 8, 15, 16, 17, 31, 100, 128, 1023]
+    for row_bytes in (16, 80, 14336):
+        for gpu, sim in zip(run_places("nccl", blocks, counts, row_bytes), run_places("sim", blocks, counts, row_bytes), strict=True):
+            assert torch.equal(gpu, sim), first_difference(gpu, sim)
+
+
+# ---- what operations leave in memory ---------------------------------------------------------------------------------
+def state_after(backend: str, config: GroupConfig, ranks: int, counts: list[int], call: str) -> list[dict[str, object]]:
+    """Everything a dispatch and a combine leave behind on each rank."""
+    def program(comm: object) -> dict[str, object]:
+        with Group.create(comm, config) as group:
+            ids = random_routing(comm.rank, counts[comm.rank], config.num_topk, config.num_experts, dropped=0.2)
+            if call == "overflow":
+                ids[:] = 0
+            handle = group.create_handle(Layout.EXPERT_MAJOR, ids.to(comm.device))
+            tokens = stamped_tokens(comm.rank, counts[comm.rank], config.hidden, config.token_type.torch_dtype()).to(comm.device)
+            seen: dict[str, object] = {}
+            try:
+                if call == "refused" and comm.rank == ranks - 1:
+                    tokens = tokens.double()
+                got = handle.dispatch(tokens)
+                out = handle.combine(got.tokens, topk_weights=weights_like(ids).to(comm.device))
+                comm.synchronize()
+                seen |= {"counters": got.layout_info.expert_counters.cpu(), "out": out.cpu()}
+                if comm.backend == "nccl":
+                    seen["record"] = ErrorRecord.read(group._record_words)
+                group.check()
+            except (EpError, TypeError, ValueError) as e:
+                seen["raised"] = f"{type(e).__name__}: {e}"
+            seen["control"] = group.window.memory[: group.map.slots].cpu().clone()
+            seen["local"] = group._local.cpu().clone()
+            seen["local"][group.local_map.tables:] = 0 if call == "refused" else seen["local"][group.local_map.tables:]
+            comm.barrier()
+            return seen
+
+    with LocalWorld(ranks, backend, blocks=4, warps=WARPS) as world:
+        return world.run(program)
+
+
+@pytest.mark.parametrize("call", ["good", "overflow", "refused"])
+def test_memory_after_operations_is_equal(call: str) -> None:
+    for dtype, ranks, counts in ((torch.bfloat16, 3, [7, 0, 16]), (torch.float16, 4, [16, 1, 5, 9]), (torch.float32, 2, [16, 16])):
+        config = GroupConfig(num_experts=ranks * 2, max_dispatch_tokens_per_rank=16, hidden=72, num_topk=min(3, ranks * 2), dtype=dtype,
+                             max_num_sms=4, timeout_ns=5_000_000_000)
+        for gpu, sim in zip(state_after("nccl", config, ranks, counts, call), state_after("sim", config, ranks, counts, call), strict=True):
+            assert torch.equal(gpu["control"], sim["control"])
+            assert torch.equal(gpu["local"], sim["local"])
+            assert gpu.get("raised") == sim.get("raised")
+            assert call == "good" or call == "overflow" or "raised" in gpu
+            if "out" in gpu and "out" in sim:
+                assert bits_equal(gpu["out"], sim["out"]) and torch.equal(gpu["counters"], sim["counters"])
+
+
+# ---- litmus ------------------------------------------------------------------------------------------------------------
+def make_litmus(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
+    """Message passing, once per token: all warps write a row into the peer's slot, the block's last barrier, one ARRIVED word; then read what
+    the peer wrote into mine. The chain is the one dispatch relies on."""
+    EXPERTS, RANKS, ROW_BYTES, PLANE_ROWS = shape.num_experts, shape.num_ranks, shape.row_bytes, shape.window.plane_rows
+    ARRIVED, BLOCKS_DONE, FAIL, SLOT = shape.window.arrived, shape.local.blocks_done, shape.local.fail, shape.window.slots
+    warp_idx, count_experts, assign_rows, scatter_row, gather_row = (
+        ops.warp_idx, ops.count_experts, ops.assign_rows, ops.scatter_row, ops.gather_row)
+    last_block, publish_arrived, wait_arrived, begin_vector, end_vector = (
+        ops.last_block, ops.publish_arrived, ops.wait_arrived, ops.begin_vector, ops.end_vector)
+
+    def litmus(window, rank, local, record, tokens, topk_idx, num_tokens, sent, received, weights, out, epoch, timeout):  # noqa: ANN001, ANN202
+        count_experts(topk_idx, 8, num_tokens, 1, EXPERTS, 0, num_tokens)
+        assign_rows(topk_idx, 8, 1, EXPERTS, RANKS, PLANE_ROWS, 0, num_tokens, 0, sent, rank, epoch, local + FAIL, record)
+        begin, stop = begin_vector(1, ROW_BYTES), end_vector(1, ROW_BYTES)
+        for token in range(num_tokens):
+            scatter_row(window, SLOT, tokens, token, 0, 1, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, begin, stop)
+            if last_block(local + BLOCKS_DONE) == 1:
+                if warp_idx() == 0:
+                    publish_arrived(window, ARRIVED, rank, RANKS, epoch + token)
+            wait_arrived(window, ARRIVED, rank, RANKS, epoch + token, local + FAIL, record, timeout)
+            gather_row(window, SLOT, received, weights, out, token, 1, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, 2, begin, stop)
+
+    return litmus
+
+
+LITMUS_PARAMETERS = ("window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "sent", "received", "weights", "out", "epoch",
+                     "timeout")
+
+
+def run_litmus(backend: str, rounds: int, tokens_per_launch: int) -> int:
+    """Rows that were not what the peer wrote, over `rounds` rounds between two ranks."""
+    config = GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=tokens_per_launch, hidden=256, num_topk=1, dtype=torch.float32, max_num_sms=1,
+                         timeout_ns=10_000_000_000)
+    shape = KernelShape.build(config, 2, 1, 8)
+    count = tokens_per_launch
+
+    def program(comm: object) -> int:
+        bad = torch.zeros((), dtype=torch.int64, device=comm.device)
+        with Group.create(comm, config) as group:
+            kernel = comm.kernel("litmus", shape, launch.shared_bytes(shape, count, 1), 1)
+            local, record = group.addresses()
+            ids = torch.full((count, 1), 1 - comm.rank, dtype=torch.int64, device=comm.device)
+            ones, out = torch.ones(count, 1, device=comm.device), torch.zeros(count, 256, device=comm.device)
+            received = (comm.rank * group.map.slot_rows + torch.arange(count, device=comm.device)).to(torch.int32)
+            sent = torch.zeros(count, dtype=torch.int32, device=comm.device)
+            both = [torch.zeros(count, 256, device=comm.device) for _ in range(2)]
+            for step in range(-(-rounds // count)):
+                for rank in range(2):
+                    both[rank].copy_((torch.arange(count * 256, device=comm.device) % 8191 + 10007 * (step * 2 + rank)).view(count, 256))
+                group.rendezvous(OpKind.COMBINE)   # both ranks have compared the last launch's rows
+                comm.submit(kernel, (group.window.handle, comm.rank, local, record, both[comm.rank].data_ptr(), ids.data_ptr(), count, sent.data_ptr(),
+                                     received.data_ptr(), ones.data_ptr(), out.data_ptr(), step * count + 1, config.wait_ns), 1, "litmus",
+                            (both[comm.rank], ids, sent, received, ones, out))
+                bad += (out != both[1 - comm.rank]).any(1).sum()
+            group.check()
+        return int(bad)
+
+    with LocalWorld(2, backend, blocks=1, warps=WARPS if backend == "nccl" else 2) as world:
+        return sum(world.run(program))
+
+
+def test_message_passing_litmus(extra_kernel: Callable[..., None]) -> None:
+    extra_kernel("litmus", make_litmus, LITMUS_PARAMETERS)
+    assert run_litmus("nccl", LITMUS_ROUNDS, 4096) == 0
