@@ -165,7 +165,10 @@ def check_nccl_headers(facts: Facts) -> list[Finding]:
 
 def check_nccl_copies(facts: Facts) -> list[Finding]:
     """More than one libnccl on the machine: which one is loaded then depends on the order of imports."""
-    libraries = facts["nccl"]["libraries"]
+    libraries, inside = facts["nccl"]["libraries"], facts["nccl"]["in_process"]
+    if len(inside) > 1:
+        problem = f"{len(inside)} NCCL libraries in one process: {', '.join(inside)}; nccl4py calls {facts['nccl']['path']}"
+        return [Finding("warn", "NCCL copies", problem, "have torch and nccl4py use the same file: keep one, or name it in LD_PRELOAD")]
     if len(libraries) < 2:
         return [Finding("ok", "NCCL copies")]
     problem = f"{len(libraries)} NCCL libraries: {', '.join(libraries)}; loaded: {facts['nccl']['path']}"
@@ -203,7 +206,7 @@ def check_ltoir(facts: Facts) -> list[Finding]:
 def check_numpy(facts: Facts) -> list[Finding]:
     """numba-cuda 0.30 uses a numpy function that 2.5 removed."""
     numpy, numba_cuda = version_of(facts, "numpy"), version_of(facts, "numba-cuda")
-    if not numpy or not numba_cuda or release(numpy) < (2, 5) or release(numba_cuda) >= (0, 31):
+    if not numpy or not numba_cuda or facts["row_stack"] or release(numba_cuda) >= (0, 31):
         return [Finding("ok", "numpy")]
     return [Finding("error", "numpy", f"numba-cuda {numba_cuda} fails at import with numpy {numpy}", "pip install 'numpy<2.5'")]
 

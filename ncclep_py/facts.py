@@ -7,7 +7,8 @@ program, since the libnccl that it brings is then the one that everybody gets.
      "wheels": {name: version},                    # every installed distribution, names normalised
      "toolkit": {"nvrtc" | "nvjitlink" | "nvvm": (major, minor) | None},
      "nccl": {"loaded": int | None, "path", "cuda": (major, minor) | None, "device_api": bool, "headers": int | None, "headers_path",
-              "libraries": [every libnccl on the machine], "problem": str},
+              "libraries": [every libnccl on the machine], "in_process": [those this process has loaded], "problem": str},
+     "row_stack": bool,                            # whether numpy still has what numba-cuda 0.30 calls
      "torch": {"cuda": str | None, "pins_nccl": str | None, "problem": str},
      "driver": {"cuda": (major, minor) | None, "path", "problem": str},
      "gpus": [{"index", "name", "uuid", "sms", "capability", "mig"}],  "p2p": [[bool]],
@@ -197,12 +198,25 @@ def nccl_libraries() -> list[str]:
     return list(dict.fromkeys(str(file.resolve()) for file in files if file.is_file()))
 
 
-def let_nccl4py_load() -> None:
-    """Have nccl4py load its libnccl, as creating a communicator would."""
+def nccl4py_library() -> str | None:
+    """The libnccl that nccl4py calls; loads it, as creating a communicator would."""
     try:
-        importlib.import_module("nccl.bindings.nccl").get_version()
+        bindings = importlib.import_module("nccl.bindings.nccl")
+        bindings.get_version()
+        return bindings.get_library_path()
     except Exception:
-        return
+        return None
+
+
+def first_in_process(name: str, symbol: str) -> str | None:
+    """File of the first library of this name that the process has loaded: the one that everybody gets who asks for the name."""
+    try:
+        address = ctypes.cast(getattr(ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY), symbol), ctypes.c_void_p)
+        answer = (ctypes.c_void_p * 4)()   # Dl_info: file name, base, symbol's name, symbol's address
+        found = ctypes.CDLL(None).dladdr(address, ctypes.byref(answer))
+        return os.fsdecode(ctypes.string_at(answer[0])) if found and answer[0] else None
+    except (OSError, AttributeError):
+        return None
 
 
 def nccl_cuda(path: str) -> Pair | None:
@@ -230,11 +244,10 @@ def nccl_headers() -> tuple[int | None, str | None]:
 def nccl_facts() -> dict[str, Any]:
     """The libnccl that this process would use, and its headers."""
     libraries = nccl_libraries()
-    if not mapped("libnccl"):
-        let_nccl4py_load()
-    inside = mapped("libnccl")
-    facts: dict[str, Any] = {"loaded": None, "path": next(iter(inside or libraries), None), "cuda": None, "device_api": False, "problem": "missing"}
-    facts["libraries"] = list(dict.fromkeys([os.path.realpath(file) for file in inside] + libraries))
+    path = nccl4py_library() or first_in_process("libnccl.so.2", "ncclGetVersion") or next(iter(libraries), None)
+    facts: dict[str, Any] = {"loaded": None, "path": path, "cuda": None, "device_api": False, "problem": "missing"}
+    facts["in_process"] = [os.path.realpath(file) for file in mapped("libnccl")]
+    facts["libraries"] = list(dict.fromkeys(facts["in_process"] + libraries))
     facts["headers"], facts["headers_path"] = nccl_headers()
     if facts["path"] is None:
         return facts
@@ -306,6 +319,14 @@ def local_ranks() -> int | None:
     return next((int(value) for value in values if value.isdigit()), None)
 
 
+def has_row_stack() -> bool:
+    """Whether numpy has the function that numba-cuda 0.30 needs at import and numpy 2.5 removed."""
+    try:
+        return hasattr(importlib.import_module("numpy"), "row_stack")
+    except Exception:
+        return False
+
+
 def attempt(function: Callable[[], list[Any]]) -> list[Any]:
     """What `function` returns, or nothing: an old driver may lack a call."""
     try:
@@ -344,6 +365,7 @@ def gather(ranks: int | None = None) -> dict[str, Any]:
         "toolkit": toolkit,
         "nccl": nccl,
         "torch": torch,
+        "row_stack": has_row_stack(),
         "driver": driver_facts,
         "gpus": attempt(lambda: [gpu_facts(driver, index) for index in range(count)]) if driver else [],
         "p2p": attempt(lambda: peer_access(driver, count)) if driver else [],

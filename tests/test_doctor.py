@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 
 from ncclep_py import doctor
 from ncclep_py.doctor import check_nccl, diagnose, examine, finding_lines, gpu_lines, release, wheel_major
-from ncclep_py.facts import attempt, code_text, device_count, gpu_facts, local_ranks, mapped, nccl_headers, peer_access
+from ncclep_py.facts import attempt, code_text, device_count, first_in_process, gpu_facts, local_ranks, mapped, nccl_headers, peer_access
 
 HEALTHY = {
     "versions": {name: {"version": version, "path": f"/site/{name}", "note": ""} for name, version in {
@@ -20,7 +21,9 @@ HEALTHY = {
     "wheels": {"nvidia-nccl-cu13": "2.30.7", "nvidia-cuda-nvrtc": "13.0.88", "nvidia-nvjitlink": "13.5.37", "nvidia-cudnn-cu13": "9.24.0.43"},
     "toolkit": {"nvrtc": (13, 0), "nvjitlink": (13, 5), "nvvm": (2, 0)},
     "nccl": {"loaded": 23007, "path": "/site/nvidia/nccl/lib/libnccl.so.2", "cuda": (13, 2), "device_api": True, "headers": 23007,
-             "headers_path": "/site/nvidia/nccl/include/nccl.h", "libraries": ["/site/nvidia/nccl/lib/libnccl.so.2"], "problem": ""},
+             "headers_path": "/site/nvidia/nccl/include/nccl.h",
+             "libraries": ["/site/nvidia/nccl/lib/libnccl.so.2"], "in_process": [], "problem": ""},
+    "row_stack": True,
     "torch": {"cuda": "13.0", "pins_nccl": "2.30.7", "problem": ""},
     "driver": {"cuda": (13, 0), "path": "/usr/lib/libcuda.so.1", "problem": ""},
     "gpus": [{"index": i, "name": "NVIDIA H200", "uuid": f"GPU-{i}", "sms": 132, "capability": (9, 0), "mig": False} for i in range(2)],
@@ -89,12 +92,13 @@ CASES = [
     (machine(nccl__loaded=22907, nccl__headers=22907, torch__pins_nccl=None), [("error", "NCCL version")], "/site/nvidia/nccl/lib/libnccl.so.2"),
     (machine(nccl__loaded=23007, nccl__headers=23203), [("error", "NCCL headers")], "2.32.3"),
     (machine(nccl__libraries=["/a/libnccl.so.2", "/b/libnccl.so.2"]), [("warn", "NCCL copies")], "/b/libnccl.so.2"),
+    (machine(nccl__in_process=["/a/libnccl.so.2", "/b/libnccl.so.2"]), [("warn", "NCCL copies")], "in one process"),
     (machine(nccl__device_api=False), [("error", "NCCL Device API")], "ncclDevCommCreate"),
     (machine(toolkit__nvrtc=(13, 4), toolkit__nvjitlink=(13, 2)), [("error", "nvJitLink")], "13.4"),
     (machine(toolkit__nvrtc=(13, 0), toolkit__nvjitlink=(12, 9)), [("error", "nvJitLink"), ("warn", "NCCL device library")], "12.9"),
     (machine(toolkit__nvrtc=(12, 9), torch__cuda="12.8", nccl__cuda=None), [("error", "nvJitLink")], "nvJitLink 13.5"),
     (machine(toolkit__nvjitlink=(13, 0)), [("warn", "NCCL device library")], "libnccl_device.ltoir"),
-    (machine(versions=HEALTHY["versions"] | {"numpy": row("2.5.1")}), [("error", "numpy")], "2.5.1"),
+    (machine(row_stack=False, versions=HEALTHY["versions"] | {"numpy": row("2.5.1")}), [("error", "numpy")], "2.5.1"),
     (without(machine(), "nccl4py"), [("error", "GPU packages")], "nccl4py"),
     (without(machine(), "nvJitLink", "nvvm"), [("error", "GPU packages")], "nvJitLink, nvvm"),
     (without(machine(), "torch", "greenlet"), [("error", "base packages")], "torch, greenlet"),
@@ -123,7 +127,7 @@ def test_ranks_on_one_gpu_are_fine_once_nccl_is_told():
 
 def test_newer_numba_cuda_may_use_newer_numpy():
     versions = HEALTHY["versions"] | {"numpy": row("2.5.1"), "numba-cuda": row("0.31.0")}
-    assert bad(machine(versions=versions)) == []
+    assert bad(machine(versions=versions, row_stack=False)) == []
 
 
 def test_driver_may_be_newer_than_the_compiler():
@@ -208,9 +212,12 @@ def test_ranks_come_from_the_launcher(monkeypatch):
     assert local_ranks() is None
 
 
-def test_mapped_finds_a_loaded_library():
+def test_loaded_libraries_are_found():
     assert len(mapped("libc")) == 1
+    assert os.path.realpath(first_in_process("libc.so.6", "abort")) == os.path.realpath(mapped("libc")[0])
     assert mapped("libnosuchthing") == []
+    assert first_in_process("libnosuchthing.so.1", "abort") is None
+    assert first_in_process("libc.so.6", "no_such_function") is None
 
 
 class Driver:
