@@ -111,7 +111,7 @@ class Call:
             task.block.check_call(task, self.name, args)
         result, agreed = 0, False
         for effect in self.effects:
-            scheduler.pause(sync=effect.kind == "atom" or effect.scope in ("gpu", "sys") and effect.kind != "fence")
+            scheduler.pause(effect.kind, effect.noun)
             if effect.kind == "bar":
                 result, agreed = scheduler.meet(task, result, join=True), True
                 continue

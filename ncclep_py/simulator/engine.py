@@ -118,7 +118,7 @@ class Simulator:
         """
         def body() -> None:
             self._host_step(reads, writes)
-            self.scheduler.pause(sync=True)
+            self.scheduler.pause("ld", "host")
             self._host_step(reads, writes)
             if function is not None:
                 function()

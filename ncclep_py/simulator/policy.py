@@ -41,6 +41,10 @@ class Policy:
         """Steps until a stored word becomes visible to its reader."""
         raise NotImplementedError
 
+    def chooses(self, task: Task, kind: str, noun: str) -> bool:
+        """Exhaustive runs: whether to choose again before `task` makes a `kind` of access to `noun`."""
+        return True
+
 
 class Fair(Policy):
     """Every ready task is equally likely; most stores are visible at once."""

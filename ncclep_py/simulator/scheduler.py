@@ -51,9 +51,9 @@ class Scheduler:
         self.current: Task = None  # type: ignore[assignment]
 
     # ---- called by tasks -------------------------------------------------------------------------------------------------
-    def pause(self, sync: bool = False) -> None:
-        """Let the scheduler choose again before my next effect; `sync`: the effect is visible to others as more than payload."""
-        if sync or not self.eager:
+    def pause(self, kind: str, noun: str) -> None:
+        """Let the scheduler choose again before my next effect, a `kind` of access to `noun`; exhaustive runs do so for few of them."""
+        if not self.eager or self.sim.policy.chooses(self.current, kind, noun):
             self.hub.switch()
 
     def split(self) -> None:
