@@ -78,9 +78,19 @@ class Communicator(ABC):
         """A zeroed window; `regions` names its byte ranges for messages. Collective and blocking."""
 
     @abstractmethod
-    def submit(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Enqueue one operation. In a `LocalWorld` the operation starts when all ranks have submitted theirs. `tensors` are the caller's
-        tensors whose addresses are among `values`."""
+    def submit(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor], *,
+               refusing: bool = False) -> bool:
+        """Enqueue one operation. In a `LocalWorld` the operation starts when all ranks have submitted theirs.
+
+        Args:
+            kernel, values, num_blocks: the launch.
+            label: name of the operation, for messages.
+            tensors: the caller's tensors whose addresses are among `values`.
+            refusing: whether this rank only takes part to refuse.
+
+        Returns:
+            Whether a rank of this process is known to refuse; then the operation has ended, and its outcome can be read.
+        """
 
     @abstractmethod
     def together(self, action: Callable[[], None]) -> None:
@@ -331,8 +341,10 @@ class NcclCommunicator(NcclRank):
         self.barrier()   # nobody's first words may be zeroed away
         return window
 
-    def submit(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor]) -> None:
+    def submit(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor], *,
+               refusing: bool = False) -> bool:
         kernel.enqueue(values, num_blocks, label)
+        return False
 
     def together(self, action: Callable[[], None]) -> None:
         action()

@@ -64,7 +64,13 @@ class Phase(enum.IntEnum):
 
 
 class EpError(RuntimeError):
-    """Base of all errors of a running operation."""
+    """Base of all errors of a running operation.
+
+    Attributes:
+        everywhere: every rank of the group sees this failure of the same operation by itself.
+    """
+
+    everywhere = False
 
 
 class EpTimeoutError(EpError):
@@ -128,6 +134,11 @@ class ErrorRecord:
 
     def exception(self, refusals: dict[int, str] | None = None) -> EpError:
         """This record as an exception; `refusals` maps a refusal's detail to its sentence."""
+        error = self._exception(refusals)
+        error.everywhere = self.code not in (Code.OVERFLOW, Code.STALE_SLOT)
+        return error
+
+    def _exception(self, refusals: dict[int, str] | None) -> EpError:
         where = f"rank {self.rank}, operation {self.epoch}, {Phase(self.phase).name} phase"
         if self.code == Code.TIMEOUT:
             return EpTimeoutError(f"{where}: rank {self.peer} did not come in time (saw its epoch {self.seen}, waited for {self.expected})", self)

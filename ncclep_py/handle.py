@@ -4,9 +4,10 @@ Lifetime of outputs that live in the window (the default): `DispatchOutputs.toke
 dispatch on the same slot, or a combine, makes it stale, and passing stale tokens to `combine` is refused. After `combine` returns, peers may still
 be reading these rows: write to them again only after a later dispatch of the group gave them out again.
 
-Errors: operations are asynchronous, so what a device reports is raised by a later call on the same rank, or by ``Group.check()``. A call that raises,
-for its own arguments or for an earlier error, still takes part as a refusal: one call is one operation on every rank, epochs stay equal, and no peer
-waits. To go on after an error, let every rank call ``Group.check()`` at the same point of the program.
+Errors: operations are asynchronous, so what a device reports is raised by a later call on the same rank, or by ``Group.check()``. A call whose
+arguments are wrong takes part as a refusal: it is one operation on every rank, epochs stay equal and no peer waits; peers in the same process
+raise in the same call. A call that finds an earlier failure every rank sees (a refusal, a mismatch, a timeout) raises and is no operation on any
+rank. To go on after an error, let every rank call ``Group.check()`` at the same point of the program.
 """
 
 from __future__ import annotations
@@ -319,18 +320,16 @@ class Handle:
             raise EpClosedError(f"cannot {what}: the group is closed")
 
     def _take_slot(self) -> int:
-        """A slot for a new dispatch, by the same rule on every rank: the first free one, else this handle's own."""
+        """A slot for a new dispatch, by the same rule on every rank: this handle's own if it still has one, else the first free one."""
         owner = self.group.slot_owner
         free = [i for i, held in enumerate(owner) if held <= 0]
-        if free:
-            slot = free[0]
-        elif self._slot >= 0 and owner[self._slot] == self.id:
+        if self._slot >= 0 and owner[self._slot] in (self.id, -self.id):
             slot = self._slot
+        elif free:
+            slot = free[0]
         else:
             raise EpError(f"all {len(owner)} slots hold dispatches that other handles have not combined yet; combine one, close its handle, or set "
                           "GroupConfig.num_slots higher")
-        if self._slot >= 0 and self._slot != slot and owner[self._slot] == self.id:
-            owner[self._slot] = 0
         self.group.slot_owner[slot], self.group.slot_combined[slot], self._slot = self.id, False, slot
         return slot
 
@@ -358,7 +357,8 @@ class Handle:
         if fixed is None:
             fixed = self._constants[(name, slot)] = self._fixed_values(name, slot)
         values = (*fixed[:4], *own, *fixed[4:9], status, group.config.wait_ns)
-        group.comm.submit(self._kernel(name), values, group.num_blocks, name, tensors)
+        if group.comm.submit(self._kernel(name), values, group.num_blocks, name, tensors, refusing=status != Status.GO):
+            group.check()
 
     def _fixed_values(self, name: str, slot: int) -> tuple[int, ...]:
         """Kernel values that never change for a slot: first those before, then those after an operation's own."""
@@ -384,7 +384,7 @@ class _Refusing:
         return None
 
     def __exit__(self, exc_type: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not self.handle.group.comm.capturing():
+        if isinstance(error, Exception) and not getattr(error, "everywhere", False) and not self.handle.group.comm.capturing():
             self.handle.refuse(self.name, self.slot, refusal_of(error))
 
 

@@ -236,19 +236,18 @@ class _LocalNcclRank(NcclRank):
     def create_window(self, num_bytes: int, regions: Sequence[tuple[str, int, int]]) -> SymmetricWindow:
         return self.world.step(_Step("create_window", (self, num_bytes), _nccl_windows))
 
-    def submit(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor]) -> None:
-        self.together(lambda: kernel.enqueue(values, num_blocks, label))
+    def submit(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor], *,
+               refusing: bool = False) -> bool:
+        return self._together(lambda: kernel.enqueue(values, num_blocks, label), refusing)
 
     def together(self, action: Callable[[], None]) -> None:
+        self._together(action, False)
+
+    def _together(self, action: Callable[[], None], refusing: bool) -> bool:
         if self.capturing():   # nothing runs, so nobody waits
             action()
-            return
-
-        def under_my_stream() -> None:
-            with self._state:
-                action()
-
-        self.world.step(_Step("an operation", under_my_stream, _call_all))
+            return False
+        return self.world.step(_Step("an operation", (self, action, refusing), _call_all))
 
     def close(self) -> None:
         if not self._closed:
@@ -256,10 +255,17 @@ class _LocalNcclRank(NcclRank):
             self.comm.destroy()
 
 
-def _call_all(actions: list[Any]) -> list[Any]:
-    for action in actions:
-        action()
-    return [None] * len(actions)
+def _call_all(requests: list[Any]) -> list[bool]:
+    """Launch for all ranks; if one refuses, wait until the refusal has reached all."""
+    for comm, action, _ in requests:
+        with comm.own_streams():
+            action()
+    refused = any(refusing for _, _, refusing in requests)
+    if refused:
+        for comm, _, _ in requests:
+            with comm.own_streams():
+                comm.synchronize()
+    return [refused] * len(requests)
 
 
 def _nccl_windows(requests: list[Any]) -> list[SymmetricWindow]:
@@ -306,8 +312,9 @@ class _SimRank(Communicator):
 
         return self.world.step(_Step("create_window", num_bytes, perform))
 
-    def submit(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor]) -> None:
-        self.world.step(_Step("an operation", (self, kernel, values, num_blocks, label, tensors), _simulate))
+    def submit(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor], *,
+               refusing: bool = False) -> bool:
+        return self.world.step(_Step("an operation", (self, kernel, values, num_blocks, label, tensors, refusing), _simulate))
 
     def together(self, action: Callable[[], None]) -> None:
         action()
@@ -352,7 +359,7 @@ def _simulate(requests: list[Any]) -> list[Any]:
     """Run one operation of all ranks in the simulator."""
     simulator = requests[0][0].world.simulator
     regions = []
-    for comm, kernel, values, num_blocks, label, tensors in requests:
+    for comm, kernel, values, num_blocks, label, tensors, _ in requests:
         regions += [simulator.register(t, f"tensor {i}", comm.rank, []) for i, t in enumerate(tensors) if t.numel()]
         simulator.launch(comm.rank, kernel.function, tuple(values), blocks=num_blocks, label=label)
     try:
@@ -360,4 +367,4 @@ def _simulate(requests: list[Any]) -> list[Any]:
     finally:
         for region in regions:
             simulator.unregister(region)
-    return [None] * len(requests)
+    return [any(request[-1] for request in requests)] * len(requests)

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ncclep_py import CombineOutputs, EpError, EpMismatchError, EpOverflowError, EpRefusedError, EpTimeoutError, Group, GroupConfig, Layout, LocalWorld
+from ncclep_py import (
+    CombineOutputs,
+    EpError,
+    EpMismatchError,
+    EpOverflowError,
+    EpRefusedError,
+    EpTimeoutError,
+    Group,
+    GroupConfig,
+    Layout,
+    LocalWorld,
+)
 from ncclep_py import reference as ref
 from ncclep_py.testing import bits_equal, first_difference, random_routing, stamped_tokens, weights_like
 

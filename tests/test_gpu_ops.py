@@ -176,9 +176,10 @@ def run_litmus(backend: str, rounds: int, tokens_per_launch: int) -> int:
                 for rank in range(2):
                     both[rank].copy_((torch.arange(count * 256, device=comm.device) % 8191 + 10007 * (step * 2 + rank)).view(count, 256))
                 group.rendezvous(OpKind.COMBINE)   # both ranks have compared the last launch's rows
-                comm.submit(kernel, (group.window.handle, comm.rank, local, record, both[comm.rank].data_ptr(), ids.data_ptr(), count, sent.data_ptr(),
-                                     received.data_ptr(), ones.data_ptr(), out.data_ptr(), step * count + 1, config.wait_ns), 1, "litmus",
-                            (both[comm.rank], ids, sent, received, ones, out))
+                mine = both[comm.rank]
+                values = (group.window.handle, comm.rank, local, record, mine.data_ptr(), ids.data_ptr(), count, sent.data_ptr(),
+                          received.data_ptr(), ones.data_ptr(), out.data_ptr(), step * count + 1, config.wait_ns)
+                comm.submit(kernel, values, 1, "litmus", (mine, ids, sent, received, ones, out))
                 bad += (out != both[1 - comm.rank]).any(1).sum()
             group.check()
         return int(bad)

@@ -74,7 +74,9 @@ INLINE void note(i64 fail, i64 record, i64 code, i64 epoch, i64 phase, i64 rank,
   if (!claim(fail + 8, u32(epoch), 1)) return;
   volatile i64* r = (volatile i64*)record;
   if (r[0] != 0) return;   // the host has not read the last one yet; the first is kept
-  r[1] = epoch, r[2] = phase, r[3] = rank, r[4] = peer, r[5] = culprit, r[6] = seen, r[7] = expected;
+  const i64 fields[] = {epoch, phase, rank, peer, culprit, seen, expected};
+  #pragma unroll
+  for (int i = 0; i < 7; ++i) r[1 + i] = fields[i];
   __threadfence_system();
   r[0] = code;
 }

@@ -91,7 +91,7 @@ OPS: dict[str, Op] = {op.name: op for op in (
     # ---- who and where: no memory --------------------------------------------------------------------------------
     _op("block_idx", "warp", "", "", "Index of my block in the grid."),
     _op("warp_idx", "warp", "", "", "Index of my warp in the block."),
-    _op("first_token", "warp", "num_tokens", "", "First of the tokens this block works on; blocks share tokens if there are fewer tokens than blocks."),
+    _op("first_token", "warp", "num_tokens", "", "First of the tokens this block works on; blocks share tokens if these are fewer."),
     _op("end_token", "warp", "num_tokens", "", "End of the tokens this block works on."),
     _op("token_part", "warp", "num_tokens", "", "Which of the blocks that share my tokens this one is, from 0."),
     _op("warp_token", "warp", "num_tokens", "", "First token of this warp."),
@@ -99,7 +99,7 @@ OPS: dict[str, Op] = {op.name: op for op in (
     _op("begin_vector", "warp", "num_tokens row_bytes", "", "First 16-byte vector of this warp's piece of each of its rows."),
     _op("end_vector", "warp", "num_tokens row_bytes", "", "End of this warp's piece."),
     # ---- epoch and life of an operation ------------------------------------------------------------------------------
-    _op("read_epoch", "warp", "word", "ld.weak epoch", "Epoch of this operation; one lane reads, all lanes get it."),
+    _op("read_epoch", "warp", "word", "ld.weak epoch", "Epoch of this operation; lane 0's reading, for all lanes."),
     _op("advance_epoch", "warp", "word epoch", "st.weak epoch", "The next operation of the stream has the next epoch (mod 2^32)."),
     _op("store_header", "warp", "header epoch handle", "st.weak header", "The slot now holds what `handle` dispatched in `epoch`."),
     _op("check_header", "block", "header handle rank epoch fail record", "ld.weak header; bar.sync",
