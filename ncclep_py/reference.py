@@ -236,7 +236,7 @@ def ll_expert_major_dispatch(
                     received_scales[owner][expert, row] = scales[s][t]
     return [
         LLExpertMajorDispatch(
-            received[r], counters[r].clone(), received_scales and received_scales[r], rows[r], overflow[r]
+            received[r], counters[r].clone(), received_scales[r] if received_scales else None, rows[r], overflow[r]
         )
         for r in range(num_ranks)
     ]
