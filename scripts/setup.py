@@ -4,6 +4,7 @@
     python3 scripts/setup.py demo [demo arguments]      # e.g. --ranks 8 --json
     python3 scripts/setup.py test [pytest arguments]    # e.g. -m gpu
     python3 scripts/setup.py doctor [doctor arguments]
+    python3 scripts/setup.py prepare                    # only set up, with what the tests need
 
 Makes .venv once (NCCLEP_VENV names another place) and reuses it. With a GPU whose driver supports CUDA 13 it installs PyPI's torch and the extra
 cu13; without one, torch's small CPU build, which is enough for the simulator, and for the tests the extra cu12, whose toolchain compiles every
@@ -38,9 +39,10 @@ def driver_cuda() -> int:
 
 def plan(action: str, cuda: int) -> list[list[str]]:
     """Arguments of the pip calls that set up for `action` on a machine whose driver supports CUDA `cuda`."""
+    testing = action in ("test", "prepare")
     if cuda >= 13:
-        return [["-e", f"{ROOT}[cu13,test]" if action == "test" else f"{ROOT}[cu13]"]]
-    return [CPU_TORCH, ["-e", f"{ROOT}[cu12,test]" if action == "test" else str(ROOT)]]
+        return [["-e", f"{ROOT}[cu13,test]" if testing else f"{ROOT}[cu13]"]]
+    return [CPU_TORCH, ["-e", f"{ROOT}[cu12,test]" if testing else str(ROOT)]]
 
 
 def prepare(action: str) -> pathlib.Path:
@@ -63,7 +65,8 @@ def prepare(action: str) -> pathlib.Path:
 def main() -> int:
     """Set up, then become the command asked for."""
     action, rest = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
-    commands = {"demo": ["-m", "ncclep_py", "demo", *rest], "doctor": ["-m", "ncclep_py", "doctor", *rest], "test": ["-m", "pytest", "-q", *rest]}
+    commands = {"demo": ["-m", "ncclep_py", "demo", *rest], "doctor": ["-m", "ncclep_py", "doctor", *rest], "test": ["-m", "pytest", "-q", *rest],
+                "prepare": ["-m", "pip", "check"]}
     if action not in commands:
         sys.stderr.write(__doc__ or "")
         return 2
