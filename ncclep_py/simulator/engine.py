@@ -117,14 +117,16 @@ class Simulator:
         It takes two steps: the accesses begin in the first, `function` runs at the end of the second, and the accesses are checked in both.
         """
         def body() -> None:
+            begin = self.scheduler.step
             self._host_step(reads, writes)
             self.scheduler.pause("ld", "host")
             self._host_step(reads, writes)
             if function is not None:
                 function()
+            if self.events is not None:
+                self.events.append((rank, HOST, 0, label, label, begin, self.scheduler.step))
 
-        body.__name__ = label
-        self.streams[rank].queue.append(Launch(body, (), 1, 1, label, host=True))
+        self.streams[rank].queue.append(Launch(body, (), 1, 1, label, host=True, source=function))
 
     def run(self) -> None:
         """Run all streams to their ends; raises the first `SimulationError`."""

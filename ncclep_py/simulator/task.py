@@ -17,7 +17,7 @@ __all__ = ["Block", "Cell", "Launch", "Stream", "Task"]
 
 @dataclasses.dataclass(eq=False)
 class Launch:
-    """One entry of a stream: a kernel with its arguments and grid, or a host function."""
+    """One entry of a stream: a kernel with its arguments and grid, or a host function (`source`: whose line messages name)."""
 
     kernel: Callable[..., None]
     args: tuple[int, ...]
@@ -25,6 +25,7 @@ class Launch:
     warps: int
     label: str
     host: bool = False
+    source: Callable[..., object] | None = None
 
 
 class Stream:
@@ -142,9 +143,9 @@ class Task(greenlet):
         super().__init__(self._body, parent)
         self.rank, self.block, self.warp, self.agent = rank, block, warp, agent
         launch = block.launch
-        code = getattr(launch.kernel, "__code__", None)
+        code = getattr(launch.source or launch.kernel, "__code__", None)
         file, line = (code.co_filename, code.co_firstlineno) if code else ("?", 0)
-        self.site: Site = ("host" if launch.host else "start", file, line, launch.label)
+        self.site: Site = ("call" if launch.host else "start", file, line, launch.label)
         self.calls = 0
         self.steps = 0
         self.seen = 0
