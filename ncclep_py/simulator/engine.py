@@ -74,7 +74,7 @@ class Simulator:
         self.vocabulary: Vocabulary = vocabulary(self, effects or {})
 
     # ---- memory --------------------------------------------------------------------------------------------------------
-    def register(self, memory: Any, name: str, rank: int, parts: Sequence[tuple[str, int, int]] = ()) -> Region:
+    def register(self, memory: object, name: str, rank: int, parts: Sequence[tuple[str, int, int]] = ()) -> Region:
         """Make a contiguous CPU tensor or array private memory of `rank`; `parts` are (name, first byte, end byte) for messages."""
         return self.memory.add(Region(memory, name, rank, LOCAL, parts))
 
@@ -82,7 +82,7 @@ class Simulator:
         """Forget registered memory; a later access is an error."""
         self.memory.remove(region)
 
-    def create_window(self, memories: Sequence[Any], parts: Sequence[tuple[str, int, int]] = ()) -> int:
+    def create_window(self, memories: Sequence[object], parts: Sequence[tuple[str, int, int]] = ()) -> int:
         """A symmetric window over one array per rank; returns its handle, the same on all ranks."""
         if len(memories) != self.num_ranks:
             raise ValueError(f"a window needs one array per rank: {len(memories)} for {self.num_ranks} ranks")

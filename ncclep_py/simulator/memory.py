@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-from collections.abc import Iterator, Sequence
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ncclep_py.simulator.clock import Agent, Ledger
 from ncclep_py.simulator.errors import OutOfBoundsError, RaceError
+
+if typing.TYPE_CHECKING:
+    import torch
 
 __all__ = ["LOCAL", "WINDOW", "Memory", "Part", "Region", "bytes_of"]
 
@@ -20,11 +24,12 @@ LARGE = 1 << 16
 """Bytes from which a tensor without parts is tracked per 16 bytes, not per 4."""
 
 
-def bytes_of(memory: Any) -> tuple[int, np.ndarray]:
+def bytes_of(memory: object) -> tuple[int, np.ndarray]:
     """(address, uint8 view) of a CPU tensor or array; the caller keeps `memory` alive."""
     if isinstance(memory, np.ndarray):
         address, size, contiguous = memory.ctypes.data, memory.nbytes, memory.flags.c_contiguous
     else:
+        memory = typing.cast("torch.Tensor", memory)
         address, size, contiguous = memory.data_ptr(), memory.numel() * memory.element_size(), memory.is_contiguous()
         if memory.device.type != "cpu":
             raise ValueError(f"the simulator runs on CPU memory, got a tensor on {memory.device}")
@@ -62,14 +67,22 @@ class Part:
 
 
 class Region:
-    """Registered memory of one rank."""
+    """Registered memory of one rank.
 
-    __slots__ = ("address", "begins", "bytes", "end", "keep", "kind", "name", "parts", "rank", "uses")
+    Attributes:
+        address, end: first byte and end.
+        bytes: uint8 view.
+        owner: the region that was registered before and contains this one, if any; it then has the shadow of both.
+        uses: registrations that share this region.
+    """
 
-    def __init__(self, memory: Any, name: str, rank: int, kind: str, parts: Sequence[tuple[str, int, int]]) -> None:
+    __slots__ = ("address", "begins", "bytes", "end", "keep", "kind", "name", "owner", "parts", "rank", "uses")
+
+    def __init__(self, memory: object, name: str, rank: int, kind: str, parts: Sequence[tuple[str, int, int]]) -> None:
         self.address, self.bytes = bytes_of(memory)
         self.end = self.address + len(self.bytes)
         self.keep, self.name, self.rank, self.kind, self.uses = memory, name, rank, kind, 1
+        self.owner: Region | None = None
         self.parts: list[Part] = []
         at = 0
         for part, begin, end in sorted(parts, key=lambda p: p[1]):
@@ -114,7 +127,8 @@ class Memory:
             if len(region.bytes) and region.address < other.end and other.address < region.end:
                 if other.address <= region.address and region.end <= other.end and other.rank == region.rank:
                     other.uses += 1
-                    return other
+                    region.owner = other
+                    return region
                 raise ValueError(f"{region.name} of rank {region.rank} overlaps {other.name} of rank {other.rank}")
         if len(region.bytes):
             self.regions.insert(i, region)
@@ -123,6 +137,7 @@ class Memory:
 
     def remove(self, region: Region) -> None:
         """Forget a region when its last user is gone."""
+        region = region.owner or region
         region.uses -= 1
         if region.uses == 0 and region in self.regions:
             i = self.regions.index(region)
@@ -227,7 +242,8 @@ class Memory:
         begin = granule * part.granule
         return f"{part.name}[{begin}:{min(begin + part.granule, part.end - part.begin)}] of rank {region.rank}"
 
-    def _race(self, agent: Agent, region: Region, part: Part, g: slice, i: int, mine: str, slots: Any, times: Any, theirs: str) -> None:
+    def _race(self, agent: Agent, region: Region, part: Part, g: slice, i: int, mine: str, slots: Mapping[int, int] | np.ndarray, times: Mapping[int, int] | np.ndarray,
+              theirs: str) -> None:
         where = self._where(region, part, g.start + i)
         raise RaceError(self.sentence(agent, where, mine, int(slots[i]), int(times[i]), theirs))
 

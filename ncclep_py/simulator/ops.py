@@ -1,4 +1,5 @@
-"""The vocabulary of ``kernels.ops`` on the CPU. A method per operation: what its accesses mean; when and how strong they are says the effect table."""
+"""The vocabulary of ``kernels.ops`` on the CPU. A function per operation says what its accesses mean; the effect table
+says in which order they come and how strong they are."""
 
 from __future__ import annotations
 
