@@ -79,6 +79,9 @@ class WindowMap:
         counts = align(arrived + num_ranks * WORD, 128)
         slots = align(counts + num_ranks * experts * WORD, SLOT_ALIGNMENT)
         plane_rows = num_ranks * config.max_dispatch_tokens_per_rank
+        if experts * plane_rows >= 1 << 31:
+            raise ValueError("num_experts * num_ranks * max_dispatch_tokens_per_rank must be below 2^31 (row ids have 32 bits), got "
+                             f"{experts} * {num_ranks} * {config.max_dispatch_tokens_per_rank}")
         slot_bytes = align(experts // num_ranks * plane_rows * config.row_bytes, SLOT_ALIGNMENT)
         return cls(num_ranks, experts, heads, arrived, counts, slots, slot_bytes, config.num_slots, plane_rows, config.row_bytes,
                    slots + config.num_slots * slot_bytes)

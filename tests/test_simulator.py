@@ -237,6 +237,24 @@ def test_unregistered_memory_is_gone() -> None:
         p.sim.run()
 
 
+def test_tensors_inside_one_another_share_their_history() -> None:
+    p = group()
+    a = np.zeros(256, np.uint8)
+    inner = p.sim.register(a[64:128], "inner", 0)
+    outer = p.sim.register(a, "outer", 0)
+    shared = p.sim.register(a[32:96], "shared", 1)   # one process, one tensor, two ranks
+    assert [r.address - outer.address for r in (inner, outer, shared)] == [64, 0, 32]
+    p.sim.host(0, None, writes=[(inner.address, 64)])
+    p.sim.run()
+    p.sim.host(1, None, reads=[(shared.address, 64)])
+    with pytest.raises(RaceError, match=r"outer\[64:68\]"):
+        p.sim.run()
+    for region in (outer, inner, shared):
+        assert outer in p.sim.memory.regions
+        p.sim.unregister(region)
+    assert outer not in p.sim.memory.regions
+
+
 @pytest.mark.parametrize("kernel", [
     lambda ops: lambda c: ops.last_block(c + 8 * ops.warp_idx()),
     lambda ops: lambda c: ops.last_block(c) if ops.warp_idx() else 0,

@@ -101,11 +101,11 @@ OP ep_wait_counts(i64 window, i64 counts, i64 rank, i64 num_ranks, i64 num_exper
   u32* start = start_row(num_experts);
   u64 words = peer_at(window, counts, rank), started = nanoseconds();
   int code = 0;
-  for (i64 i = threadIdx.x; i < rank * num_experts && !code; i += blockDim.x) {
+  for (u32 i = threadIdx.x; i < u32(rank * num_experts) && !code; i += blockDim.x) {   // 32 bits: a 64-bit remainder takes a hundred instructions
     u64 value;
     code = wait_count(words + 8 * i, epoch, started, timeout, &value);
-    if (code) { i64 peer = i / num_experts; give_up(fail, record, code, epoch, COUNTS, rank, peer, peer, value >> 32, epoch); }
-    else if (u32(value)) atomicAdd(&start[i % num_experts], u32(value));
+    if (code) { i64 peer = i / u32(num_experts); give_up(fail, record, code, epoch, COUNTS, rank, peer, peer, value >> 32, epoch); }
+    else if (u32(value)) atomicAdd(&start[i % u32(num_experts)], u32(value));
   }
   return __syncthreads_or(code);
 }
@@ -117,12 +117,12 @@ OP ep_sum_counts(i64 window, i64 counts, i64 rank, i64 num_ranks, i64 num_expert
   __syncthreads();
   u64 words = peer_at(window, counts + rank * local * 8, rank), started = nanoseconds();
   int code = 0;
-  for (i64 i = threadIdx.x; i < num_ranks * local && !code; i += blockDim.x) {
-    i64 peer = i / local;
+  for (u32 i = threadIdx.x; i < u32(num_experts) && !code; i += blockDim.x) {
+    u32 peer = i / u32(local);
     u64 value;
-    code = wait_count(words + 8 * (peer * num_experts + i % local), epoch, started, timeout, &value);
+    code = wait_count(words + 8 * (peer * num_experts + i % u32(local)), epoch, started, timeout, &value);
     if (code) give_up(fail, record, code, epoch, COUNTS, rank, peer, peer, value >> 32, epoch);
-    else if (u32(value)) atomicAdd(&sum[i % local], u32(value));
+    else if (u32(value)) atomicAdd(&sum[i % u32(local)], u32(value));
   }
   code = __syncthreads_or(code);
   for (i64 l = threadIdx.x; l < local; l += blockDim.x) ((int*)expert_counters)[l] = int(min(sum[l], u32(plane_rows)));
@@ -131,7 +131,8 @@ OP ep_sum_counts(i64 window, i64 counts, i64 rank, i64 num_ranks, i64 num_expert
 
 // ---- rows --------------------------------------------------------------------------------------------------------------------------------------
 INLINE u64 row_at(i64 window, i64 slot, int row, i64 rows_per_rank, i64 row_bytes) {   // 0 for no row
-  return row < 0 ? 0 : peer_at(window, slot + i64(row % int(rows_per_rank)) * row_bytes, row / int(rows_per_rank));
+  u32 rows = u32(rows_per_rank);
+  return row < 0 ? 0 : peer_at(window, slot + i64(u32(row) % rows) * row_bytes, u32(row) / rows);
 }
 OP ep_scatter_row(i64 window, i64 slot, i64 tokens, i64 token, i64 first, i64 num_topk, i64 num_experts, i64 num_ranks, i64 plane_rows,
                   i64 row_bytes, i64 begin_vector, i64 end_vector) {

@@ -88,8 +88,8 @@ INLINE void give_up(i64 fail, i64 record, i64 code, i64 epoch, i64 phase, i64 ra
 // ---- who and where ---------------------------------------------------------------------------------------------------------------------------
 struct Share { int first, end, part, parts; };   // the tokens of this block, and which of the blocks on them it is
 INLINE Share share(int tokens) {
-  int blocks = gridDim.x, b = blockIdx.x;
-  if (tokens >= blocks) return {int(i64(tokens) * b / blocks), int(i64(tokens) * (b + 1) / blocks), 0, 1};
+  int blocks = gridDim.x, b = blockIdx.x;   // products stay below 2^31: at most 2^20 tokens and some hundred blocks
+  if (tokens >= blocks) return {int(u32(tokens) * b / blocks), int(u32(tokens) * (b + 1) / blocks), 0, 1};
   if (tokens == 0) return {0, 0, 0, 1};
   int parts = blocks / tokens;
   if (b >= tokens * parts) return {0, 0, 0, parts};
@@ -111,7 +111,7 @@ OP ep_token_step(i64 num_tokens) { return warps() / pieces(share(num_tokens)); }
 INLINE i64 vector_at(i64 num_tokens, i64 row_bytes, int next) {
   Share s = share(num_tokens);
   int p = pieces(s);
-  return (row_bytes / 16) * (s.part * p + warp() % p + next) / (s.parts * p);
+  return u32(row_bytes / 16) * u32(s.part * p + warp() % p + next) / u32(s.parts * p);
 }
 OP ep_begin_vector(i64 num_tokens, i64 row_bytes) { return vector_at(num_tokens, row_bytes, 0); }
 OP ep_end_vector(i64 num_tokens, i64 row_bytes) { return vector_at(num_tokens, row_bytes, 1); }

@@ -73,16 +73,18 @@ class Region:
         address, end: first byte and end.
         bytes: uint8 view.
         owner: the region that was registered before and contains this one, if any; it then has the shadow of both.
+        ranks: ranks that registered it (a tensor may serve several ranks of one process); `rank` is the first.
         uses: registrations that share this region.
     """
 
-    __slots__ = ("address", "begins", "bytes", "end", "keep", "kind", "name", "owner", "parts", "rank", "uses")
+    __slots__ = ("address", "begins", "bytes", "end", "keep", "kind", "name", "owner", "parts", "rank", "ranks", "uses")
 
     def __init__(self, memory: object, name: str, rank: int, kind: str, parts: Sequence[tuple[str, int, int]]) -> None:
         self.address, self.bytes = bytes_of(memory)
         self.end = self.address + len(self.bytes)
         self.keep, self.name, self.rank, self.kind, self.uses = memory, name, rank, kind, 1
         self.owner: Region | None = None
+        self.ranks = {rank}
         self.parts: list[Part] = []
         at = 0
         for part, begin, end in sorted(parts, key=lambda p: p[1]):
@@ -121,27 +123,47 @@ class Memory:
 
     # ---- registration --------------------------------------------------------------------------------------------------
     def add(self, region: Region) -> Region:
-        """Register; bytes inside an already registered region share its shadow."""
-        i = bisect.bisect_right(self._bases, region.address)
-        for other in self.regions[max(i - 1, 0):i + 1]:
-            if len(region.bytes) and region.address < other.end and other.address < region.end:
-                if other.address <= region.address and region.end <= other.end and other.rank == region.rank:
-                    other.uses += 1
-                    region.owner = other
-                    return region
+        """Register; regions inside one another share the shadow of the largest, which begins anew when a larger one comes."""
+        if not len(region.bytes):
+            return region
+        i = max(bisect.bisect_right(self._bases, region.address) - 1, 0)
+        inner = []
+        while i < len(self.regions) and self.regions[i].address < region.end:
+            other = self.regions[i]
+            i += 1
+            if other.end <= region.address:
+                continue
+            if other.address <= region.address and region.end <= other.end and (region.rank in other.ranks or other.kind == LOCAL):
+                self._own(other, region)
+                return region
+            if region.address > other.address or other.end > region.end or other.kind == WINDOW or len(other.parts) > 1:
                 raise ValueError(f"{region.name} of rank {region.rank} overlaps {other.name} of rank {other.rank}")
-        if len(region.bytes):
-            self.regions.insert(i, region)
-            self._bases.insert(i, region.address)
+            inner.append(other)
+        for other in inner:
+            self._drop(other)
+            self._own(region, other)
+        i = bisect.bisect_right(self._bases, region.address)
+        self.regions.insert(i, region)
+        self._bases.insert(i, region.address)
         return region
+
+    @staticmethod
+    def _own(outer: Region, inner: Region) -> None:
+        inner.owner = outer
+        outer.uses += inner.uses
+        outer.ranks |= inner.ranks
+
+    def _drop(self, region: Region) -> None:
+        i = self.regions.index(region)
+        del self.regions[i], self._bases[i]
 
     def remove(self, region: Region) -> None:
         """Forget a region when its last user is gone."""
-        region = region.owner or region
+        while region.owner is not None:
+            region = region.owner
         region.uses -= 1
         if region.uses == 0 and region in self.regions:
-            i = self.regions.index(region)
-            del self.regions[i], self._bases[i]
+            self._drop(region)
 
     def grow(self, capacity: int) -> None:
         """Make room for clocks of `capacity` slots."""
@@ -160,7 +182,7 @@ class Memory:
             near = "" if region is None else f"; the memory before it is {region.name} of rank {region.rank}, {region.end - region.address} bytes, " \
                                              f"and this is byte {address - region.address} of it"
             raise OutOfBoundsError(f"{self._me(agent)} accesses {size} bytes at {address:#x}, which nobody registered{near}")
-        if region.rank != agent.rank and region.kind != WINDOW:
+        if region.kind != WINDOW and agent.rank not in region.ranks:
             raise OutOfBoundsError(f"{self._me(agent)} accesses {region.name}, private memory of rank {region.rank}")
         return region
 
@@ -242,8 +264,8 @@ class Memory:
         begin = granule * part.granule
         return f"{part.name}[{begin}:{min(begin + part.granule, part.end - part.begin)}] of rank {region.rank}"
 
-    def _race(self, agent: Agent, region: Region, part: Part, g: slice, i: int, mine: str, slots: Mapping[int, int] | np.ndarray, times: Mapping[int, int] | np.ndarray,
-              theirs: str) -> None:
+    def _race(self, agent: Agent, region: Region, part: Part, g: slice, i: int, mine: str, slots: Mapping[int, int] | np.ndarray,
+              times: Mapping[int, int] | np.ndarray, theirs: str) -> None:
         where = self._where(region, part, g.start + i)
         raise RaceError(self.sentence(agent, where, mine, int(slots[i]), int(times[i]), theirs))
 

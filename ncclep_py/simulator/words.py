@@ -111,7 +111,7 @@ class Words:
     def word(self, agent: Agent, address: int) -> Word:
         """The control word at `address`."""
         found = self._known.get(address)
-        if found is not None and found.region.uses and (found.region.rank == agent.rank or found.region.kind == "window"):
+        if found is not None and found.region.uses and found.region.owner is None and (agent.rank in found.region.ranks or found.region.kind == "window"):
             return found
         region = self.memory.find(agent, address, 8)
         if (address - region.address) % 8 or address % 8:
