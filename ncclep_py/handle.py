@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ncclep_py.arguments import Seen, check_ids, check_tensor, check_tokens, refusal_of, stale
 from ncclep_py.config import CombineConfig, CombineQuant, DispatchConfig, DispatchQuant, HandleConfig, Layout, PassDir
-from ncclep_py.errors import EpClosedError, EpError, Status
+from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, Status
 from ncclep_py.signature import OpKind
 
 if TYPE_CHECKING:
@@ -385,7 +385,10 @@ class _Refusing:
 
     def __exit__(self, exc_type: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not getattr(error, "everywhere", False) and not self.handle.group.comm.capturing():
-            self.handle.refuse(self.name, self.slot, refusal_of(error))
+            try:
+                self.handle.refuse(self.name, self.slot, refusal_of(error))
+            except EpRefusedError:   # another rank refuses the same call; my own error says more
+                pass
 
 
 def _known_layout(layout: Layout) -> Layout:
