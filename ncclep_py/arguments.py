@@ -10,12 +10,12 @@ from ncclep_py.refusal import Refusal
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Seen", "check_ids", "check_tensor", "check_tokens", "refusal_of", "stale"]
+__all__ = ["Seen", "check_ids", "check_tensor", "check_tokens", "refusal_of", "refused", "stale"]
 
 ALIGNMENT = 16
 
 
-def _refused(error: Exception, why: Refusal) -> Exception:
+def refused(error: Exception, why: Refusal) -> Exception:
     """`error`, carrying what to tell the peers."""
     error.refusal = why   # type: ignore[attr-defined]
     return error
@@ -42,19 +42,19 @@ def check_tensor(name: str, value: Any, shape: Sequence[int | None], dtypes: Seq
     import torch
 
     if not isinstance(value, torch.Tensor):
-        raise _refused(TypeError(f"{name} must be a torch tensor, got {type(value).__name__}"), Refusal.TYPE)
+        raise refused(TypeError(f"{name} must be a torch tensor, got {type(value).__name__}"), Refusal.TYPE)
     if value.dtype not in dtypes:
         allowed = " or ".join(str(d) for d in dtypes)
-        raise _refused(TypeError(f"{name} must have dtype {allowed}, got {value.dtype}"), Refusal.TYPE)
+        raise refused(TypeError(f"{name} must have dtype {allowed}, got {value.dtype}"), Refusal.TYPE)
     if value.device != device:
-        raise _refused(ValueError(f"{name} must be on {device}, got {value.device}"), Refusal.DEVICE)
+        raise refused(ValueError(f"{name} must be on {device}, got {value.device}"), Refusal.DEVICE)
     if not _fits(value.shape, shape):
         wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
-        raise _refused(ValueError(f"{name} must have shape {wanted}, got {list(value.shape)}"), Refusal.SHAPE)
+        raise refused(ValueError(f"{name} must have shape {wanted}, got {list(value.shape)}"), Refusal.SHAPE)
     if value.numel() and not value.is_contiguous():
-        raise _refused(ValueError(f"{name} must be contiguous, got strides {list(value.stride())} for shape {list(value.shape)}"), Refusal.MEMORY)
+        raise refused(ValueError(f"{name} must be contiguous, got strides {list(value.stride())} for shape {list(value.shape)}"), Refusal.MEMORY)
     if aligned and value.numel() and value.data_ptr() % ALIGNMENT:
-        raise _refused(ValueError(f"{name} must start at a multiple of {ALIGNMENT} bytes, got address {value.data_ptr():#x}"), Refusal.MEMORY)
+        raise refused(ValueError(f"{name} must start at a multiple of {ALIGNMENT} bytes, got address {value.data_ptr():#x}"), Refusal.MEMORY)
 
 
 def _fits(sizes: Sequence[int], shape: Sequence[int | None]) -> bool:
@@ -85,7 +85,7 @@ class Seen:
 def check_tokens(name: str, count: int, most: int) -> None:
     """Check a number of tokens against the group's capacity."""
     if count > most:
-        raise _refused(ValueError(f"{name} must have at most max_dispatch_tokens_per_rank = {most} tokens, got {count}"), Refusal.TOO_MANY_TOKENS)
+        raise refused(ValueError(f"{name} must have at most max_dispatch_tokens_per_rank = {most} tokens, got {count}"), Refusal.TOO_MANY_TOKENS)
 
 
 def check_ids(name: str, topk_idx: torch.Tensor, num_experts: int) -> None:
@@ -93,7 +93,7 @@ def check_ids(name: str, topk_idx: torch.Tensor, num_experts: int) -> None:
     bad = (topk_idx >= num_experts) | (topk_idx < -1)
     if bool(bad.any()):
         token, k = (int(i) for i in bad.nonzero()[0])
-        raise _refused(ValueError(f"{name} must hold -1 or ids in [0, {num_experts}), got {int(topk_idx[token, k])} at token {token}, position {k}"),
+        raise refused(ValueError(f"{name} must hold -1 or ids in [0, {num_experts}), got {int(topk_idx[token, k])} at token {token}, position {k}"),
                        Refusal.EXPERT_ID)
 
 
@@ -101,4 +101,4 @@ def stale(message: str) -> Exception:
     """The exception for rows or slots that something newer took."""
     from ncclep_py.errors import EpStaleError
 
-    return _refused(EpStaleError(message), Refusal.STALE)
+    return refused(EpStaleError(message), Refusal.STALE)

@@ -16,9 +16,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ncclep_py.arguments import Seen, check_ids, check_tensor, check_tokens, refusal_of, stale
+from ncclep_py.arguments import Seen, check_ids, check_tensor, check_tokens, refusal_of, refused, stale
 from ncclep_py.config import CombineConfig, CombineQuant, DispatchConfig, DispatchQuant, HandleConfig, Layout, PassDir
 from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, Status
+from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind
 
 if TYPE_CHECKING:
@@ -181,10 +182,11 @@ class Handle:
         slot = self._take_slot()
         self._generation += 1
         given = inputs if isinstance(inputs, DispatchInputs) else DispatchInputs(inputs)
-        made = outputs if outputs is not None else DispatchOutputs()
-        counts = layout_info if layout_info is not None else made.layout_info
+        made = outputs if isinstance(outputs, DispatchOutputs) else DispatchOutputs()
+        counts = layout_info if isinstance(layout_info, LayoutInfo) else made.layout_info
         with _Refusing(self, "ll_dispatch", slot):
             self.group.raise_reported()
+            _check_kinds(("outputs", outputs, DispatchOutputs), ("layout_info", layout_info, LayoutInfo), ("config", config, DispatchConfig))
             if topk_idx is not None:
                 self.update(topk_idx)
             self._check_dispatch(given, made, counts, config or DispatchConfig())
@@ -255,10 +257,11 @@ class Handle:
         if self.group.slot_combined[slot]:   # peers may still be pulling from this slot: meet first, on all ranks alike
             self.group.rendezvous(OpKind.COMBINE)
         given = inputs if isinstance(inputs, CombineInputs) else CombineInputs(inputs)
-        made = outputs if outputs is not None else CombineOutputs()
+        made = outputs if isinstance(outputs, CombineOutputs) else CombineOutputs()
         weights: Any = topk_weights if topk_weights is not None else made.topk_weights
         with _Refusing(self, "ll_combine", slot):
             self.group.raise_reported()
+            _check_kinds(("outputs", outputs, CombineOutputs), ("config", config, CombineConfig))
             self._check_combine(given, made, weights, config or CombineConfig(), slot)
         rows = self._rows(slot)
         if given.tokens.data_ptr() != rows.data_ptr():
@@ -408,6 +411,12 @@ def _known_topk(num_topk: int | None, most: int) -> int:
     if not 1 <= num_topk <= most:
         raise ValueError(f"num_topk must be in [1, {most}] (GroupConfig.num_topk), got {num_topk}")
     return num_topk
+
+
+def _check_kinds(*arguments: tuple[str, Any, type]) -> None:
+    for name, value, kind in arguments:
+        if value is not None and not isinstance(value, kind):
+            raise refused(TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}"), Refusal.TYPE)
 
 
 def _unwanted(name: str, value: object) -> None:
