@@ -209,7 +209,8 @@ class Handle:
         group, seen = self.group, self._seen
         _only_plain(config.send_only, config.pass_direction, config.quant_recipe == DispatchQuant.NONE)
         for name, value in (("inputs.topk_weights", given.topk_weights), ("inputs.scales", given.scales), ("outputs.topk_weights", made.topk_weights),
-                            ("outputs.topk_idx", made.topk_idx), ("layout_info.src_rank_counters", counts.src_rank_counters)):
+                            ("outputs.scales", made.scales), ("outputs.topk_idx", made.topk_idx),
+                            ("layout_info.src_rank_counters", counts.src_rank_counters)):
             if value is not None:
                 _unwanted(name, value)
         if self._topk_idx is None:
@@ -276,8 +277,9 @@ class Handle:
     def _check_combine(self, given: CombineInputs, made: CombineOutputs, weights: Any, config: CombineConfig, slot: int) -> None:
         group, seen = self.group, self._seen
         _only_plain(config.send_only, config.pass_direction, config.quant_recipe == CombineQuant.NONE)
-        if given.scales is not None:
-            _unwanted("inputs.scales", given.scales)
+        for name, value in (("inputs.topk_weights", given.topk_weights), ("inputs.scales", given.scales)):
+            if value is not None:
+                _unwanted(name, value)
         if given.tokens is not self._row_views.get(slot):
             check_tensor("inputs.tokens", given.tokens, self._row_shape, (self._dtype,), group.comm.device)
             at = given.tokens.data_ptr() - group.window.address
