@@ -189,7 +189,7 @@ class Handle:
             _check_kinds(("outputs", outputs, DispatchOutputs), ("layout_info", layout_info, LayoutInfo), ("config", config, DispatchConfig))
             if topk_idx is not None:
                 self.update(topk_idx)
-            self._check_dispatch(given, made, counts, config or DispatchConfig())
+            self._check_dispatch(given, made, counts, config or DispatchConfig(), slot)
         tokens, idx = given.tokens, self._topk_idx
         assert idx is not None   # checked above
         self._num_tokens = int(tokens.shape[0])
@@ -205,7 +205,7 @@ class Handle:
         made.layout_info, made.generation = counts, self._generation
         return made
 
-    def _check_dispatch(self, given: DispatchInputs, made: DispatchOutputs, counts: LayoutInfo, config: DispatchConfig) -> None:
+    def _check_dispatch(self, given: DispatchInputs, made: DispatchOutputs, counts: LayoutInfo, config: DispatchConfig, slot: int) -> None:
         group, seen = self.group, self._seen
         _only_plain(config.send_only, config.pass_direction, config.quant_recipe == DispatchQuant.NONE)
         for name, value in (("inputs.topk_weights", given.topk_weights), ("inputs.scales", given.scales), ("outputs.topk_weights", made.topk_weights),
@@ -222,6 +222,7 @@ class Handle:
             seen.passed("tokens", given.tokens)
         if made.tokens is not None:
             check_tensor("outputs.tokens", made.tokens, self._row_shape, (self._dtype,), group.comm.device)
+            self._check_place("outputs.tokens", made.tokens, slot)
         if counts.expert_counters is not None and not seen.same("expert_counters", counts.expert_counters):
             import torch
 
@@ -282,10 +283,7 @@ class Handle:
                 _unwanted(name, value)
         if given.tokens is not self._row_views.get(slot):
             check_tensor("inputs.tokens", given.tokens, self._row_shape, (self._dtype,), group.comm.device)
-            at = given.tokens.data_ptr() - group.window.address
-            if 0 <= at < group.window.num_bytes and at != group.map.slot(slot):
-                raise stale(f"inputs.tokens lies in slot {(at - group.map.slots) // group.map.slot_bytes} of the window, but this handle's last "
-                            f"dispatch filled slot {slot}")
+            self._check_place("inputs.tokens", given.tokens, slot)
         if weights is None:
             raise ValueError("topk_weights must be given to an EXPERT_MAJOR combine (outputs.topk_weights or topk_weights=)")
         if not seen.same("topk_weights", weights) or weights.shape[0] != self._num_tokens:
@@ -296,6 +294,12 @@ class Handle:
         if made.tokens is not None and (not seen.same("combined", made.tokens) or made.tokens.shape[0] != self._num_tokens):
             check_tensor("outputs.tokens", made.tokens, (self._num_tokens, group.config.hidden), (self._dtype,), group.comm.device)
             seen.passed("combined", made.tokens)
+
+    def _check_place(self, name: str, rows: torch.Tensor, slot: int) -> None:
+        """Refuse rows that lie in the window, but not in this handle's slot."""
+        plan, at = self.group.map, rows.data_ptr() - self.group.window.address
+        if 0 <= at < self.group.window.num_bytes and at != plan.slot(slot):
+            raise stale(f"{name} lies in slot {(at - plan.slots) // plan.slot_bytes} of the window, but this handle's last dispatch filled slot {slot}")
 
     def complete(self, config: Any = None) -> None:
         """Finish a staged operation; without one, nothing happens (staged operations are not built yet)."""
