@@ -201,7 +201,7 @@ class Handle:
         if made.tokens is None:
             made.tokens = received
         elif made.tokens.data_ptr() != received.data_ptr():
-            made.tokens.copy_(received)
+            made.tokens.detach().copy_(received)
         made.layout_info, made.generation = counts, self._generation
         return made
 
@@ -267,7 +267,7 @@ class Handle:
             self._check_combine(given, made, weights, config or CombineConfig(), slot)
         rows = self._rows(slot)
         if given.tokens.data_ptr() != rows.data_ptr():
-            rows.copy_(given.tokens)
+            rows.copy_(given.tokens.detach())
         if made.tokens is None:
             made.tokens = self._new((self._num_tokens, self.group.config.hidden), None)
         self._launch("ll_combine", slot, Status.GO, (weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens), (weights, made.tokens))
@@ -343,9 +343,9 @@ class Handle:
         return slot
 
     def _rows(self, slot: int) -> torch.Tensor:
-        """The rows of a slot as ``[L, R * M, hidden]``, always the same tensor object."""
+        """The rows of a slot as ``[L, R * M, hidden]``, the same tensor object unless something wrote a graph into it."""
         rows = self._row_views.get(slot)
-        if rows is None:
+        if rows is None or rows.requires_grad:
             begin = self.group.map.slot(slot)
             size = self.group.map.slot_rows * self.group.config.row_bytes
             rows = self._row_views[slot] = self.group.window.memory[begin: begin + size].view(self._dtype).view(self._row_shape)

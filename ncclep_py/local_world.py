@@ -360,7 +360,7 @@ def _simulate(requests: list[Any]) -> list[Any]:
     simulator = requests[0][0].world.simulator
     regions = []
     for comm, kernel, values, num_blocks, label, tensors, _ in requests:
-        regions += [simulator.register(t, f"tensor {i}", comm.rank, []) for i, t in enumerate(tensors) if t.numel()]
+        regions += [simulator.register(t.detach(), f"tensor {i}", comm.rank, []) for i, t in enumerate(tensors) if t.numel()]
         simulator.launch(comm.rank, kernel.function, tuple(values), blocks=num_blocks, label=label)
     try:
         simulator.run()
