@@ -261,6 +261,8 @@ class Handle:
         given = inputs if isinstance(inputs, CombineInputs) else CombineInputs(inputs)
         made = outputs if isinstance(outputs, CombineOutputs) else CombineOutputs()
         weights: Any = topk_weights if topk_weights is not None else made.topk_weights
+        # free for others, but still mine to combine again; also if this call raises, since peers may not know of that yet
+        self.group.slot_combined[slot], self.group.slot_owner[slot] = True, -self.id
         with _Refusing(self, "ll_combine", slot):
             self.group.raise_reported()
             _check_kinds(("outputs", outputs, CombineOutputs), ("config", config, CombineConfig))
@@ -271,8 +273,6 @@ class Handle:
         if made.tokens is None:
             made.tokens = self._new((self._num_tokens, self.group.config.hidden), None)
         self._launch("ll_combine", slot, Status.GO, (weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens), (weights, made.tokens))
-        self.group.slot_combined[slot] = True
-        self.group.slot_owner[slot] = -self.id   # free for others, but still mine to combine again
         return made.tokens
 
     def _check_combine(self, given: CombineInputs, made: CombineOutputs, weights: Any, config: CombineConfig, slot: int) -> None:
