@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -140,6 +140,17 @@ def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:
         raise ValueError(f"{name} must be {span}, got {value}")
 
 
+Member = TypeVar("Member", bound=enum.IntEnum)
+
+
+def _member(name: str, kind: type[Member], value: Any) -> Member:
+    """`value` as a member of `kind`, by member or number; ``ValueError`` says which there are."""
+    try:
+        return kind(value)
+    except ValueError:
+        raise ValueError(f"{name} must be one of {', '.join(f'{kind.__name__}.{m.name}' for m in kind)}, got {value!r}") from None
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupConfig:
     """Everything the ranks of a group must agree on.
@@ -182,7 +193,7 @@ class GroupConfig:
         _whole("num_slots", self.num_slots, 1, 64)
         _whole("timeout_ns", self.timeout_ns, 0, 1 << 62)
         _whole("max_token_bytes", self.max_token_bytes, 0)
-        object.__setattr__(self, "algorithm", Algorithm(self.algorithm))
+        object.__setattr__(self, "algorithm", _member("algorithm", Algorithm, self.algorithm))
         if self.num_topk > self.num_experts:
             raise ValueError(f"num_topk must be at most num_experts = {self.num_experts}, got {self.num_topk}")
         if self.row_bytes % ROW_ALIGNMENT:
@@ -217,7 +228,7 @@ class GroupConfig:
         """What must be equal on all ranks, as text, for the check at group creation."""
         local = {"max_num_sms", "timeout_ns", "checked"}
         fields = {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in local}
-        return fields | {"dtype": self.token_type.name}
+        return fields | {"dtype": self.token_type.name, "algorithm": self.algorithm.name}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,6 +257,10 @@ class DispatchConfig:
     pass_direction: PassDir = PassDir.FWD
     quant_recipe: DispatchQuant = DispatchQuant.NONE
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pass_direction", _member("pass_direction", PassDir, self.pass_direction))
+        object.__setattr__(self, "quant_recipe", _member("quant_recipe", DispatchQuant, self.quant_recipe))
+
 
 @dataclasses.dataclass(frozen=True)
 class CombineConfig:
@@ -254,3 +269,7 @@ class CombineConfig:
     send_only: bool = False
     pass_direction: PassDir = PassDir.FWD
     quant_recipe: CombineQuant = CombineQuant.NONE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pass_direction", _member("pass_direction", PassDir, self.pass_direction))
+        object.__setattr__(self, "quant_recipe", _member("quant_recipe", CombineQuant, self.quant_recipe))

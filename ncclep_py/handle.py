@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ncclep_py.arguments import Seen, check_ids, check_tensor, check_tokens, refusal_of, refused, stale
-from ncclep_py.config import CombineConfig, CombineQuant, DispatchConfig, DispatchQuant, HandleConfig, Layout, PassDir
+from ncclep_py.config import CombineConfig, CombineQuant, DispatchConfig, DispatchQuant, HandleConfig, Layout, PassDir, _member
 from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, Status
 from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind
@@ -401,7 +401,7 @@ class _Refusing:
 
 
 def _known_layout(layout: Layout) -> Layout:
-    layout = Layout(layout)
+    layout = _member("layout", Layout, layout)
     if layout is Layout.UNSET:
         raise ValueError("layout must be set, got Layout.UNSET")
     if layout is Layout.FLAT:
