@@ -182,9 +182,8 @@ class Group:
         self._closed = True
         self._warn.detach()
         try:
-            if self._kernels:
-                self.rendezvous(OpKind.CLOSE)
-                self.check()
+            self.rendezvous(OpKind.CLOSE)   # also without handles: other ranks may have made some
+            self.check()
             self.comm.barrier()
         finally:
             self._window.close()
