@@ -156,6 +156,8 @@ class Group:
         """Set the epoch of the next operation, in [0, 2^32). For tests of the wrap; every rank must call it between operations."""
         import torch
 
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < 1 << 32:
+            raise ValueError(f"epoch must be an int in [0, 2^32), got {epoch!r}")
         before = ((epoch - 1) % 2**32) << 32
         word = before - (1 << 64) if before >= 1 << 63 else before
         control = self._window.memory[: self.map.slots].view(torch.int64)
