@@ -51,6 +51,8 @@ def check_tensor(name: str, value: Any, shape: Sequence[int | None], dtypes: Seq
     if not _fits(value.shape, shape):
         wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
         raise refused(ValueError(f"{name} must have shape {wanted}, got {list(value.shape)}"), Refusal.SHAPE)
+    if value.layout is not torch.strided:
+        raise refused(ValueError(f"{name} must be dense, got layout {value.layout}"), Refusal.MEMORY)
     if value.numel() and not value.is_contiguous():
         raise refused(ValueError(f"{name} must be contiguous, got strides {list(value.stride())} for shape {list(value.shape)}"), Refusal.MEMORY)
     if aligned and value.numel() and value.data_ptr() % ALIGNMENT:
