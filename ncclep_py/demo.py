@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
     if problem is None:
         try:
             return _report(args, run(_job(args), _words(args.text), _progress(args)))
-        except (ValueError, TypeError, OSError, NotImplementedError, RuntimeError) as e:
+        except (ValueError, TypeError, OSError, NotImplementedError, RuntimeError, ImportError) as e:
             problem = f"{type(e).__name__}: {e}"
     if args.json:
         sys.stdout.write(json.dumps({"verified": False, "error": problem}) + "\n")
