@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ncclep_py.communicator import Communicator, Kernel, NcclRank, SymmetricWindow, _nccl, finish_window, window_of
-from ncclep_py.errors import EpError, EpPeerError
+from ncclep_py.errors import EpClosedError, EpPeerError
 from ncclep_py.kernels.shape import KernelShape
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class LocalWorld:
         from greenlet import greenlet
 
         if self._closed:
-            raise EpError("this LocalWorld is closed")
+            raise EpClosedError("cannot run: this LocalWorld is closed")
         if self._tasks:
             raise RuntimeError("LocalWorld.run is not reentrant; call it after the running programs have ended")
         self._tasks = [_Task(greenlet(_body(program, comm, args))) for comm in self.communicators]
