@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ncclep_py.communicator import Communicator, Kernel
 from ncclep_py.config import Algorithm, GroupConfig, HandleConfig, Layout
-from ncclep_py.errors import Code, EpClosedError, EpError, ErrorRecord
+from ncclep_py.errors import Code, EpClosedError, EpError, EpRefusedError, ErrorRecord
 from ncclep_py.memory_map import RECORD_FIELDS, LocalMap, WindowMap, align
 from ncclep_py.refusal import SENTENCES
 from ncclep_py.signature import OpKind, Signature
@@ -67,12 +67,17 @@ class Group:
             raise TypeError(f"comm must be a Communicator, got {type(comm).__name__}")
         if not isinstance(config, GroupConfig):
             raise TypeError(f"config must be a GroupConfig, got {type(config).__name__}")
-        _compare([dict(fields) for fields in comm.exchange(config.agreed_fields())])
+        mine = _refuse_grid(comm, config)
+        answers = comm.exchange([config.agreed_fields(), mine])
+        _compare([dict(fields) for fields, _ in answers])
         config.check_ranks(comm.num_ranks)
         if config.algorithm is not Algorithm.LOW_LATENCY:
             raise NotImplementedError("HIGH_THROUGHPUT groups are not built yet; use Algorithm.LOW_LATENCY")
-        if config.max_num_sms and comm.backend == "nccl" and config.max_num_sms > comm.max_blocks():
-            raise ValueError(f"max_num_sms must be at most this rank's share of its GPU, {comm.max_blocks()}, got {config.max_num_sms}")
+        if mine:
+            raise ValueError(mine)
+        for rank, (_, problem) in enumerate(answers):
+            if problem:   # nobody goes on to a collective step that rank will not come to
+                raise EpRefusedError(f"rank {rank} refused to create the group: {problem}")
         return cls(comm, config)
 
     # ---- handles ----------------------------------------------------------------------------------------------------
@@ -204,6 +209,13 @@ class Group:
 def _warn_open(window: Any) -> None:
     warnings.warn("a ncclep_py Group was dropped without close(); its window stays registered until the process ends", ResourceWarning,
                   stacklevel=2)
+
+
+def _refuse_grid(comm: Communicator, config: GroupConfig) -> str:
+    """What is wrong with this rank's ``max_num_sms``, empty if nothing is."""
+    if config.max_num_sms and comm.backend == "nccl" and config.max_num_sms > comm.max_blocks():
+        return f"max_num_sms must be at most this rank's share of its GPU, {comm.max_blocks()}, got {config.max_num_sms}"
+    return ""
 
 
 def _compare(by_rank: Sequence[dict[str, str]]) -> None:
