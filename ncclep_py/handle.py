@@ -192,11 +192,12 @@ class Handle:
             self._check_dispatch(given, made, counts, config or DispatchConfig(), slot)
         tokens, idx = given.tokens, self._topk_idx
         assert idx is not None   # checked above
-        self._num_tokens = int(tokens.shape[0])
+        num_tokens = int(tokens.shape[0])
         if counts.expert_counters is None:
             counts.expert_counters = self._new((self.group.map.num_local_experts,), "int32")
-        self._launch("ll_dispatch", slot, Status.GO, (tokens.data_ptr(), idx.data_ptr(), self._num_tokens, counts.expert_counters.data_ptr()),
+        self._launch("ll_dispatch", slot, Status.GO, (tokens.data_ptr(), idx.data_ptr(), num_tokens, counts.expert_counters.data_ptr()),
                      (tokens, idx, counts.expert_counters))
+        self._num_tokens = num_tokens   # only now: a dispatch known to be refused leaves the earlier one to combine
         received = self._rows(slot)
         if made.tokens is None:
             made.tokens = received
@@ -299,7 +300,8 @@ class Handle:
         """Refuse rows that lie in the window, but not in this handle's slot."""
         plan, at = self.group.map, rows.data_ptr() - self.group.window.address
         if 0 <= at < self.group.window.num_bytes and at != plan.slot(slot):
-            raise stale(f"{name} lies in slot {(at - plan.slots) // plan.slot_bytes} of the window, but this handle's last dispatch filled slot {slot}")
+            held = (at - plan.slots) // plan.slot_bytes
+            raise stale(f"{name} lies in slot {held} of the window, but this handle's last dispatch filled slot {slot}")
 
     def complete(self, config: Any = None) -> None:
         """Finish a staged operation; without one, nothing happens (staged operations are not built yet)."""
