@@ -1,8 +1,8 @@
 """The protocol's judge and the laptop's GPU: runs real kernel functions of many ranks on the CPU under a seeded scheduler.
 
 ``Simulator`` (engine) holds memory (``memory``: regions and shadow; ``words``: control words; ``clock``: what happened before what), streams and
-tasks (``task``), a ``scheduler`` with a ``policy``, and the vocabulary (``ops`` over ``call``, ``waits``, ``share``, ``rows``). ``explore`` runs all
-schedules of a small program.
+tasks (``task``), a ``scheduler`` with a ``policy``, and the vocabulary (``ops`` and ``routing_ops`` over ``call``, ``waits``, ``share``, ``rows``).
+``explore`` runs all schedules of a small program; ``program`` is a toy group for tests and scripts.
 """
 
 from __future__ import annotations

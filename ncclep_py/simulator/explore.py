@@ -53,6 +53,7 @@ class Exhaustive(Policy):
         self.others: list[tuple[int, ...]] = []
 
     def pick(self, ready: list[Task], step: int) -> Task:
+        assert self.sim is not None
         for task in ready:
             if task.steps == 0:
                 return task

@@ -37,7 +37,7 @@ def bytes_of(memory: object) -> tuple[int, np.ndarray]:
         raise ValueError("the simulator registers contiguous memory only")
     if size == 0:
         return address, np.zeros(0, np.uint8)
-    return address, np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
+    return address, np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(address)), np.uint8)
 
 
 class Part:
@@ -56,7 +56,8 @@ class Part:
         self.name, self.begin, self.end, self.granule = name, begin, end, granule
         self.words: dict[int, Any] = {}
         self.weak = False
-        self.writers: np.ndarray | None = None
+        self.writers: np.ndarray = np.zeros(0, np.int32)
+        self.writes = self.reads = self.writers
 
     def shadow(self, slots: int) -> None:
         """Make the shadow, before the first plain access."""
@@ -169,7 +170,7 @@ class Memory:
         """Make room for clocks of `capacity` slots."""
         for region in self.regions:
             for part in region.parts:
-                if part.writers is not None:
+                if part.weak:
                     part.reads = np.pad(part.reads, ((0, 0), (0, capacity - part.reads.shape[1])))
                 for word in part.words.values():
                     word.grow(capacity)
@@ -244,7 +245,7 @@ class Memory:
                 self._race(agent, region, part, g, i, "writes (relaxed)", {i: slot}, {i: int(part.reads[g][i, slot])}, "reads (weak)")
 
     def _granules(self, part: Part, begin: int, end: int) -> slice:
-        if part.writers is None:
+        if not part.weak:
             part.shadow(self.ledger.capacity)
         return slice(begin // part.granule, -(-end // part.granule))
 

@@ -182,7 +182,7 @@ class Scheduler:
 
     def _deliver(self, word: Word, store: Store, rank: int) -> None:
         word.show(rank, store)
-        for task in [t for t in self.waiting[rank] if t.ready_when()]:
+        for task in [t for t in self.waiting[rank] if t.ready_when and t.ready_when()]:
             self._wake(task)
 
     def _wake(self, task: Task) -> None:
@@ -229,7 +229,7 @@ class Scheduler:
         """Let one wait time out; False if there is none."""
         absent = self._absent()
         waits = [t for r, tasks in enumerate(self.waiting) if r not in absent for t in tasks]
-        missing = [(t, set(t.waits_for()[1])) for t in waits]
+        missing = [(t, set(t.waits_for()[1])) for t in waits if t.waits_for]
         direct = [t for t, ranks in missing if ranks and ranks <= absent]
         direct = direct or [t for t, ranks in missing if ranks & absent and not only_absent]
         chosen = direct or ([] if only_absent else waits)
@@ -276,7 +276,7 @@ class Scheduler:
         lines = []
         for stream in self.sim.streams:
             tasks = self.waiting[stream.rank] + self._at_barrier(stream)
-            lines += [f"{task.at()}: {task.waits_for()[0]}" for task in tasks]
+            lines += [f"{task.at()}: {task.waits_for()[0]}" for task in tasks if task.waits_for]
             if not stream.busy:
                 what = "died" if stream.rank in self.dead else f"is idle after {stream.started} kernels and host calls"
                 lines.append(f"rank {stream.rank}: {what}")

@@ -143,7 +143,8 @@ class Task(greenlet):
         super().__init__(self._body, parent)
         self.rank, self.block, self.warp, self.agent = rank, block, warp, agent
         launch = block.launch
-        code = getattr(launch.source or launch.kernel, "__code__", None)
+        source = launch.source or launch.kernel
+        code = getattr(getattr(source, "func", source), "__code__", None)
         file, line = (code.co_filename, code.co_firstlineno) if code else ("?", 0)
         self.site: Site = ("call" if launch.host else "start", file, line, launch.label)
         self.calls = 0

@@ -6,7 +6,7 @@ import numpy as np
 
 from ncclep_py.simulator.clock import Agent, Clock
 from ncclep_py.simulator.errors import OutOfBoundsError, RaceError
-from ncclep_py.simulator.memory import Memory, Part, Region
+from ncclep_py.simulator.memory import WINDOW, Memory, Part, Region
 
 __all__ = ["Store", "Word", "Words"]
 
@@ -111,8 +111,9 @@ class Words:
     def word(self, agent: Agent, address: int) -> Word:
         """The control word at `address`."""
         found = self._known.get(address)
-        if found is not None and found.region.uses and found.region.owner is None and (agent.rank in found.region.ranks or found.region.kind == "window"):
-            return found
+        if found is not None and found.region.uses and found.region.owner is None:
+            if agent.rank in found.region.ranks or found.region.kind == WINDOW:
+                return found
         region = self.memory.find(agent, address, 8)
         if (address - region.address) % 8 or address % 8:
             raise OutOfBoundsError(f"{self.memory.ledger.describe(agent.slot, agent.time)}: a control word at an address not aligned to 8 bytes")
