@@ -57,7 +57,8 @@ class Part:
         self.words: dict[int, Any] = {}
         self.weak = False
         self.writers: np.ndarray = np.zeros(0, np.int32)
-        self.writes = self.reads = self.writers
+        self.writes: np.ndarray = self.writers
+        self.reads: np.ndarray = self.writers
 
     def shadow(self, slots: int) -> None:
         """Make the shadow, before the first plain access."""
