@@ -150,7 +150,8 @@ class LocalWorld:
         step = self._tasks[rank].step
         called = step.name if step else "an operation"
         ended = [r for r, task in enumerate(self._tasks) if task.done]
-        if ended:
+        if ended:   # name those with a reason of their own, not those that only heard of it
+            ended = [r for r in ended if not isinstance(self._tasks[r].error, EpPeerError)] or ended
             how = [f"rank {r} ended with {type(e).__name__}: {e}" if (e := self._tasks[r].error) else f"rank {r}'s program has ended" for r in ended]
             return f"rank {rank} called {called}, but {'; '.join(how[:3])}"
         return f"rank {rank} called {called}, but other ranks called {', '.join(n for n in names if n != called)}"
