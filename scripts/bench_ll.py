@@ -6,8 +6,10 @@
     python3 scripts/bench_ll.py --floors             # copy, write and read bandwidth, empty kernels
 
 Experts are the identity, so every result is known and compared bit for bit before anything is timed. `pair_us` is one dispatch plus one combine:
-20 pairs in a CUDA graph, all ranks started together, the slowest rank of each replay, median over replays. One-GPU figures: nothing here crosses
-NVLink. Prints one JSON line per case.
+20 pairs in a CUDA graph, all ranks started together, the slowest rank of each replay, median over replays. That figure holds a twentieth of the
+skew with which the host starts the ranks; `chained_pair_us` does not: it is the slope between graphs of 20 and of 100 pairs. `flushed_pair_us` writes
+320 MB (all ranks together) between dispatch and combine and takes off what writing alone costs. One-GPU figures: nothing here crosses NVLink.
+Prints one JSON line per case.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ CASES = [
     dict(ranks=8, experts=128, tokens=1, sms=16),
     dict(ranks=4, experts=256, tokens=128, sms=32),
 ]
-PAIRS, REPLAYS, WARM_UP, FLUSH_BYTES, WAIT_S = 20, 12, 2, 300 << 20, 120
+PAIRS, CHAIN, REPLAYS, WARM_UP, FLUSH_BYTES, WAIT_S = 20, 100, 12, 2, 320 << 20, 120
 Launch = Callable[[], None]
 
 
@@ -62,7 +64,7 @@ class Rank:
         weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(comm.rank)) + 0.01
         self.weights = (weights / weights.sum(1, keepdim=True)).to(comm.device)
         self.handle = self.group.create_handle(Layout.EXPERT_MAJOR, self.ids)
-        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=comm.device)
+        self.flush = torch.empty(FLUSH_BYTES // case["ranks"], dtype=torch.uint8, device=comm.device)
         self.out = torch.empty_like(self.tokens)
 
     def pair(self, flush: bool = False) -> None:
@@ -109,6 +111,11 @@ class Rank:
         graph = self.graph(action, repeats)
         return [t / repeats for t in self.timed(graph.replay)]
 
+    def slope(self, action: Launch) -> list[float]:
+        """Microseconds per action between graphs of `PAIRS` and of `CHAIN` actions, so that what a replay costs once drops out."""
+        short = statistics.median(self.timed(self.graph(action, PAIRS).replay))
+        return [(t - short) / (CHAIN - PAIRS) for t in self.timed(self.graph(action, CHAIN).replay)]
+
     def host_us(self) -> float:
         """Host microseconds per operation, eager, without waiting for the device (LocalWorld: includes switching between ranks)."""
         self.comm.synchronize()
@@ -127,11 +134,12 @@ def measure(comm: Communicator, case: dict[str, Any], meet: Launch | None = None
     verified = rank.check()
     one = torch.zeros(1, device=comm.device)
     result: dict[str, Any] = {"verified": verified, "pair_us": rank.replayed(rank.pair)}
-    result["heads_pair_us"] = rank.replayed(lambda: [rank.group.rendezvous(OpKind.COMBINE) for _ in range(2)])
+    result["chained_pair_us"] = rank.slope(rank.pair)
+    result["heads_pair_us"] = rank.slope(lambda: [rank.group.rendezvous(OpKind.COMBINE) for _ in range(2)])
     result["empty_pair_us"] = rank.replayed(lambda: [one.fill_(1) for _ in range(2)])
-    result["dispatch_us"] = rank.replayed(lambda: rank.handle.dispatch(rank.tokens))
-    flushed, flush = rank.replayed(lambda: rank.pair(True), 5), rank.replayed(lambda: rank.flush.zero_(), 5)
-    result["flushed_pair_us"] = [a - statistics.median(flush) for a in flushed]
+    result["dispatch_us"] = rank.slope(lambda: rank.handle.dispatch(rank.tokens))
+    flush = statistics.median(rank.slope(lambda: rank.flush.zero_()))
+    result["flushed_pair_us"] = [both - flush for both in rank.slope(lambda: rank.pair(True))]
     if meet is not None:
         result["eager_pair_us"] = [t / PAIRS for t in rank.timed(lambda: [rank.pair() for _ in range(PAIRS)])]
     result["host_us"] = [rank.host_us() for _ in range(3)][1:]

@@ -328,7 +328,8 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     "rows of the window through the read-only cache": (None, "ld.global.L1::no_allocate.v4.u32", "ld.global.nc.L1::no_allocate.v4.u32",
                                                        {"gather_row"}),
     "record: no fence before its code": (None, "  __threadfence_system();\n", "", MAY_FAIL),
-    "record: code first": (None, "  #pragma unroll\n  for (int i = 0; i < 7; ++i) r[1 + i]", "  r[0] = code;\n  #pragma unroll\n  for (int i = 0; i < 7; ++i) r[1 + i]", MAY_FAIL),
+    "record: code first": (None, "  #pragma unroll\n  for (int i = 0; i < 7; ++i) r[1 + i]",
+                           "  r[0] = code;\n  #pragma unroll\n  for (int i = 0; i < 7; ++i) r[1 + i]", MAY_FAIL),
 }
 
 
