@@ -14,8 +14,13 @@ operation n"; it is released after everything q's stream did before. The invaria
 * I6 A slot is busy from its dispatch until the pull of its last combine is enqueued. Its header {dispatch epoch, handle} and its
   (token, k) -> row table are part of the slot; combine checks the header.
 * I7 The epoch advances exactly once per operation, by the last block, also after a refusal or a timeout.
-* I8 One decision per operation and rank: the first failure wins a compare-and-swap on FAIL, and every block of the rank follows it.
+* I8 One decision per operation and rank: the first failure wins a compare-and-swap on FAIL; the last block reads it once and speaks for the
+  rank. Blocks still inside a wait do not look at FAIL: they end by their own deadline, and may write rows of an operation that then fails.
 * I9 Creation: zero the window, barrier, first epoch 1. ``close()`` ends with a rendezvous, so that nobody unmaps what a peer pulls.
+
+After a failed operation its slot's rows are undefined on every rank, and a late rank that still saw GO may write them until it has ended that
+operation, too: experts queued on them must not be trusted, the next dispatch gives them out anew. A rank is blamed by whoever waits for it longest,
+so with very unequal deadlines (``timeout_ns`` per rank) a living rank that waits itself may be named.
 
 HEAD has two banks by epoch parity: a combine ends without a rendezvous, so a fast rank may publish HEAD(n+1) while a slow one still
 compares HEAD(n); it cannot publish HEAD(n+2) before the slow one published HEAD(n+1). ARRIVED and COUNTS need one bank: their words of
@@ -115,7 +120,7 @@ class LocalMap:
     Attributes:
         epoch: u64, the epoch of the next operation (low 32 bits count).
         blocks_done: u32 counter of blocks of the running operation; returns to 0.
-        fail: u64 {epoch << 32 | code} of the last operation that failed on this rank.
+        fail: two u64: {epoch << 32 | culprit << 8 | code} of the last operation that failed on this rank, and the claim of its record.
         headers: ``[num_slots + 1]`` of {dispatch epoch: u64, handle id: u64}; the last stays zero, for operations without a slot.
         tables: ``[num_slots][M * K]`` int32, global row id of (token, k) in the slot, -1 for none.
         table_bytes: bytes of one slot's table.
@@ -149,5 +154,5 @@ class LocalMap:
 
     def regions(self) -> list[tuple[str, int, int]]:
         """(name, first byte, end byte) of every region."""
-        named = [("EPOCH", 0, 8), ("BLOCKS_DONE", 128, 136), ("FAIL", 256, 264), ("SLOT_HEADERS", self.headers, self.tables)]
+        named = [("EPOCH", 0, 8), ("BLOCKS_DONE", 128, 136), ("FAIL", 256, 272), ("SLOT_HEADERS", self.headers, self.tables)]
         return named + [(f"ROW_TABLE{i}", self.table(i), self.table(i) + self.table_bytes) for i in range(self.num_slots)]

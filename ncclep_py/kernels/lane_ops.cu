@@ -63,7 +63,7 @@ INLINE float load_weight(u64 p) { float w; asm volatile("ld.global.nc.f32 %0, [%
 // ---- failure: the first decision of an operation stands, and one record per operation reaches the host -----------------------------------------
 INLINE bool claim(u64 word, u32 epoch, u32 low) {
   u64 old = load_relaxed_gpu(word);
-  while (u32(old >> 32) != epoch) {
+  while (u32(old >> 32) != epoch || u32(old) == 0) {   // a claim's low half is never 0; fresh memory's is
     u64 found = swap_if(word, old, u64(epoch) << 32 | low);
     if (found == old) return true;
     old = found;
@@ -138,8 +138,12 @@ OP ep_last_block(i64 counter) {
   return __syncthreads_or(threadIdx.x == 0 && before == gridDim.x - 1);
 }
 OP ep_op_code(i64 fail, i64 epoch) {
-  u64 v = load_relaxed_gpu(fail);
-  return __shfl_sync(~0u, u32(v >> 32) == u32(epoch) ? int(v & 255) : 0, 0);
+  int code = 0;
+  if (threadIdx.x == 0) {   // one reading: a later one may see what another warp of this block has failed at since
+    u64 v = load_relaxed_gpu(fail);
+    code = u32(v >> 32) == u32(epoch) ? int(v & 255) : 0;
+  }
+  return __syncthreads_or(code);
 }
 
 // ---- counts and rows -------------------------------------------------------------------------------------------------------------------------

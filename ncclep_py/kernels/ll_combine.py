@@ -46,8 +46,9 @@ def make_ll_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
             for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
                 gather_row(window, slot, table, weights, out, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop)
         if last_block(local + BLOCKS_DONE) == 1:
+            code = op_code(fail, epoch)
             if warp_idx() == 0:
-                if op_code(fail, epoch) != 0:
+                if code != 0:
                     publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
                 advance_epoch(local + EPOCH, epoch)
 

@@ -106,7 +106,8 @@ OPS: dict[str, Op] = {op.name: op for op in (
         "Non-zero if the slot does not hold a dispatch of `handle`.", may_fail=True),
     _op("last_block", "block", "counter", "bar.sync; atom.acq_rel.gpu blocks_done; bar.sync",
         "1 in the block that comes here last, 0 in all others. What the other blocks did before is ordered before what follows."),
-    _op("op_code", "warp", "fail epoch", "ld.relaxed.gpu fail", "Code with which this rank gave up this operation, 0 if it did not."),
+    _op("op_code", "block", "fail epoch", "ld.relaxed.gpu fail; bar.sync",
+        "Code with which this rank gave up this operation, 0 if it did not; one warp reads, so that the block decides as one."),
     # ---- head ---------------------------------------------------------------------------------------------------
     _op("publish_head", "warp", "window heads rank num_ranks epoch signature status",
         "st.relaxed.sys signature; fence.acq_rel.sys; st.relaxed.sys head",

@@ -158,7 +158,7 @@ class Call:
         agent.tick(task.site)
         word = words.word(agent, address)
         last = word.stores[-1]
-        if last.value >> 32 == epoch:
+        if last.value >> 32 == epoch and last.value & 0xFFFFFFFF:   # a claim's low half is never 0; fresh memory's is
             word.show(agent.rank, last)
             return False
         self.scheduler.send(word, words.swap(agent, word, epoch << 32 | low, "relaxed", "gpu")[1])

@@ -141,6 +141,8 @@ def _last_block(call: Call, task: Task, counter: int) -> int:
 
 def _op_code(call: Call, task: Task, fail: int, epoch: int) -> int:
     def read(access: Access) -> int:
+        if task.warp:
+            return 0
         value = access.load(access.word(fail))
         return value & 0xFF if value >> 32 == epoch else 0
 
