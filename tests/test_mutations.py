@@ -17,7 +17,7 @@ from ncclep_py.errors import Code, Status
 from ncclep_py.kernels import ll_combine, ll_dispatch
 from ncclep_py.kernels.ops import OPS
 from ncclep_py.signature import OpKind, Signature
-from ncclep_py.simulator import Faults, RaceError, SimulationError, Simulator, UniformityError
+from ncclep_py.simulator import Faults, RaceError, SimulationError, Simulator
 from ncclep_py.simulator import ops as simulated
 from ncclep_py.simulator.program import Program
 
