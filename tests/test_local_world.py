@@ -234,7 +234,7 @@ def test_collective_calls_outside_of_run() -> None:
 def test_whether_gradients_are_recorded_is_each_programs_own() -> None:
     def program(comm: Any) -> list[bool]:
         seen = [torch.is_grad_enabled()]
-        if comm.rank == 0:
+        if comm.rank == 1:
             torch.set_grad_enabled(False)
         comm.barrier()
         seen.append(torch.is_grad_enabled())
@@ -245,7 +245,7 @@ def test_whether_gradients_are_recorded_is_each_programs_own() -> None:
         return [*seen, torch.is_grad_enabled()]
 
     with LocalWorld(2, "sim") as world:
-        assert world.run(program) == [[True, False, False, False], [True, True, False, True]]
+        assert world.run(program) == [[True, True, False, True], [True, False, False, False]]
     assert torch.is_grad_enabled()
 
 
