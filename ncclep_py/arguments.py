@@ -77,7 +77,7 @@ class Seen:
     def same(self, name: str, value: Any) -> bool:
         """Whether `value` is the tensor that passed as `name`, with the same memory and shape."""
         last = self._last.get(name)
-        return last is not None and last[0] is value and last[1] == value.data_ptr() and last[2] == value.shape
+        return last is not None and last[0] is value and last[1] == value.data_ptr() and last[2] == value.shape and value.is_contiguous()
 
     def passed(self, name: str, value: torch.Tensor) -> None:
         """Remember that `value` passed as `name`."""
