@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ncclep_py.communicator import Communicator, Kernel, NcclRank, SymmetricWindow, _nccl, finish_window, window_of
-from ncclep_py.errors import EpClosedError, EpPeerError
+from ncclep_py.errors import EpClosedError, EpPeerError, EpRefusedError
 from ncclep_py.kernels.shape import KernelShape
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class LocalWorld:
                 self._advance()
         finally:
             tasks, self._tasks = self._tasks, []
-        failed = [t.error for t in tasks if t.error is not None and not isinstance(t.error, EpPeerError)] or [t.error for t in tasks if t.error]
+        failed = sorted((t.error for t in tasks if t.error is not None), key=_hearsay)
         if failed:
             raise failed[0]
         return [task.result for task in tasks]
@@ -178,6 +178,11 @@ class LocalWorld:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _hearsay(error: BaseException) -> int:
+    """How far an error is from its cause: a rank's own, a peer's failure told by the device, a peer's end told by this world."""
+    return 2 if isinstance(error, EpPeerError) else 1 if isinstance(error, EpRefusedError) else 0
 
 
 def _default_backend() -> str:
