@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ncclep_py.communicator import Communicator, Kernel
 from ncclep_py.config import Algorithm, GroupConfig, HandleConfig, Layout
 from ncclep_py.errors import Code, EpClosedError, EpError, EpRefusedError, ErrorRecord
-from ncclep_py.memory_map import RECORD_FIELDS, LocalMap, WindowMap, align
+from ncclep_py.memory_map import RECORD_FIELDS, WORD, LocalMap, WindowMap, align
 from ncclep_py.refusal import SENTENCES
 from ncclep_py.signature import OpKind, Signature
 
@@ -163,15 +163,10 @@ class Group:
 
         if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < 1 << 32:
             raise ValueError(f"epoch must be an int in [0, 2^32), got {epoch!r}")
-        before = ((epoch - 1) % 2**32) << 32
-        word = before - (1 << 64) if before >= 1 << 63 else before
-        control = self._window.memory[: self.map.slots].view(torch.int64)
-        control.fill_(word)
-        banks = (epoch - 2) % 2**32 << 32
-        older = banks - (1 << 64) if banks >= 1 << 63 else banks
-        bank = (epoch & 1) * self.num_ranks * 2
-        control[self.map.heads // 8 + bank: self.map.heads // 8 + bank + 2 * self.num_ranks] = older
-        self._local[:8].view(torch.int64).fill_(epoch)
+        memory, (begin, end) = self._window.memory, self.map.head_bank(epoch)
+        memory[: self.map.slots].view(torch.int64).fill_(_tag(epoch - 1))
+        memory[begin:end].view(torch.int64).fill_(_tag(epoch - 2))
+        self._local[self.local_map.epoch: self.local_map.epoch + WORD].view(torch.int64).fill_(epoch)
         self.comm.synchronize()
 
     # ---- end ----------------------------------------------------------------------------------------------------------
@@ -204,6 +199,12 @@ class Group:
         else:   # other ranks may never come; do not wait for them on the way out
             self._closed = True
             self._warn.detach()
+
+
+def _tag(epoch: int) -> int:
+    """A control word of `epoch` (mod 2^32) with an empty low half, as int64."""
+    word = epoch % 2**32 << 32
+    return word - (1 << 64) if word >= 1 << 63 else word
 
 
 def _warn_open(window: Any) -> None:

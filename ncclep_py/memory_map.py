@@ -101,6 +101,11 @@ class WindowMap:
         """Rows of one slot."""
         return self.num_local_experts * self.plane_rows
 
+    def head_bank(self, epoch: int) -> tuple[int, int]:
+        """First byte and end of the HEAD bank that operations of `epoch`'s parity use."""
+        begin = self.heads + (epoch & 1) * self.num_ranks * HEAD_BYTES
+        return begin, begin + self.num_ranks * HEAD_BYTES
+
     def slot(self, index: int) -> int:
         """Byte offset of payload slot `index`."""
         if not 0 <= index < self.num_slots:

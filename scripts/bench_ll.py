@@ -223,7 +223,8 @@ def floors() -> dict[str, Any]:
             "write_gb_s": rate(lambda: b.fill_(1.0), n), "read_gb_s": rate(lambda: a.sum(), n)}
 
 
-def main() -> None:
+def main() -> int:
+    """Print one line per case; 1 if a case failed or gave wrong bits."""
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--processes", action="store_true")
     ap.add_argument("--floors", action="store_true")
@@ -233,16 +234,18 @@ def main() -> None:
     args = ap.parse_args()
     if args.floors:
         print(json.dumps(floors()), flush=True)
-        return
+        return 0
+    bad = 0
     for case in CASES if args.case is None else [CASES[args.case]]:
         full = {"topk": args.topk, "hidden": args.hidden, **case}
         try:
             row = run_processes(full) if args.processes else run_local(full)
         except Exception:
             row = {**full, "error": traceback.format_exc()[-1500:]}
+        bad += "error" in row or not row["verified"]
         print(json.dumps(row), flush=True)
+    return int(bad > 0)
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)   # NCCL's own threads may outlive a failed case
+    os._exit(main())   # NCCL's own threads may outlive a failed case
