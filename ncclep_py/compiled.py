@@ -10,7 +10,7 @@ from typing import Any
 from ncclep_py import cubin as cubin_file
 from ncclep_py import toolchain
 from ncclep_py.kernel_cache import KernelCache, digest_of
-from ncclep_py.kernels import ll_combine, ll_dispatch
+from ncclep_py.kernels import ll_combine, ll_dispatch, ll_rank_major_dispatch
 from ncclep_py.kernels.shape import KernelShape
 
 __all__ = ["KERNELS", "CompiledKernel", "KernelSpec", "compile_kernel", "fingerprint", "parameters_of"]
@@ -18,6 +18,7 @@ __all__ = ["KERNELS", "CompiledKernel", "KernelSpec", "compile_kernel", "fingerp
 KERNELS: dict[str, tuple[Callable[..., Callable[..., None]], tuple[str, ...]]] = {
     "ll_dispatch": (ll_dispatch.make_ll_dispatch, ll_dispatch.PARAMETERS),
     "ll_combine": (ll_combine.make_ll_combine, ll_combine.PARAMETERS),
+    "ll_rank_major_dispatch": (ll_rank_major_dispatch.make_ll_rank_major_dispatch, ll_rank_major_dispatch.PARAMETERS),
 }
 """Factory and run-time parameters by kernel name."""
 

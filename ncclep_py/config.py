@@ -167,7 +167,8 @@ class GroupConfig:
         num_slots: payload slots of the symmetric window, i.e. how many dispatches may be live at once.
         timeout_ns: nanoseconds a device-side wait may last; AUTO is 100 s, as in the reference.
         checked: look at expert ids on the host before a dispatch (costs a host synchronisation) and raise if one is >= num_experts.
-        max_token_bytes: `nccl.ep`'s way to give the row size; if set it must be at least ``hidden * itemsize``.
+        max_token_bytes: most bytes of one dispatched row and its scales (QUANT_FWD); if set it must be at least ``hidden * itemsize``, which is what
+            AUTO means.
     """
 
     num_experts: int
@@ -213,6 +214,11 @@ class GroupConfig:
     def row_bytes(self) -> int:
         """Bytes of one token row."""
         return self.hidden * self.token_type.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes set aside in a slot for one received row and its scales."""
+        return -(-max(self.row_bytes, self.max_token_bytes) // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
     @property
     def wait_ns(self) -> int:

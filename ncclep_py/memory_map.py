@@ -58,8 +58,12 @@ class WindowMap:
         arrived: ``[R sources]`` of u64 {epoch << 32 | status << 24 | detail}.
         counts: ``[R sources][E]`` of u64 {epoch << 32 | rows that source sends to the expert}.
         slots: first payload slot; slot ``i`` starts at ``slots + i * slot_bytes``.
-        slot_bytes: bytes of one payload slot, EXPERT_MAJOR ``[L, R * M]`` rows.
+        slot_bytes: bytes of one payload slot: rows (EXPERT_MAJOR ``[L, R * M]``, RANK_MAJOR ``[R, M]``), their scales, then RANK_MAJOR's routing.
         plane_rows: rows of one local expert's plane, ``R * M``.
+        row_bytes: bytes of a row of the group's token type.
+        token_bytes: room for one received row and its scales, at least `row_bytes`.
+        recv_ids: RANK_MAJOR, offset in a slot of the received ids ``[R, M, K]`` int32; all rows and scales end before it.
+        recv_weights: RANK_MAJOR, offset in a slot of the received weights ``[R, M, K]`` float32.
         total_bytes: size of the window.
     """
 
@@ -73,6 +77,9 @@ class WindowMap:
     num_slots: int
     plane_rows: int
     row_bytes: int
+    token_bytes: int
+    recv_ids: int
+    recv_weights: int
     total_bytes: int
 
     @classmethod
@@ -87,9 +94,11 @@ class WindowMap:
         if experts * plane_rows >= 1 << 31:
             raise ValueError("num_experts * num_ranks * max_dispatch_tokens_per_rank must be below 2^31 (row ids have 32 bits), got "
                              f"{experts} * {num_ranks} * {config.max_dispatch_tokens_per_rank}")
-        slot_bytes = align(experts // num_ranks * plane_rows * config.row_bytes, SLOT_ALIGNMENT)
+        recv_ids = align(experts // num_ranks * plane_rows * config.token_bytes, 128)
+        recv_weights = recv_ids + align(plane_rows * config.num_topk * WORD // 2, 128)
+        slot_bytes = align(recv_weights + plane_rows * config.num_topk * WORD // 2, SLOT_ALIGNMENT)
         return cls(num_ranks, experts, heads, arrived, counts, slots, slot_bytes, config.num_slots, plane_rows, config.row_bytes,
-                   slots + config.num_slots * slot_bytes)
+                   config.token_bytes, recv_ids, recv_weights, slots + config.num_slots * slot_bytes)
 
     @property
     def num_local_experts(self) -> int:
@@ -115,7 +124,10 @@ class WindowMap:
     def regions(self) -> list[tuple[str, int, int]]:
         """(name, first byte, end byte) of every region, for messages of the simulator."""
         named = [("HEAD", self.heads, self.arrived), ("ARRIVED", self.arrived, self.counts), ("COUNTS", self.counts, self.slots)]
-        return named + [(f"SLOT{i}", self.slot(i), self.slot(i) + self.slot_bytes) for i in range(self.num_slots)]
+        for i in range(self.num_slots):
+            rows, end = self.slot(i), self.slot(i) + self.slot_bytes
+            named += [(f"SLOT{i}", rows, rows + self.recv_ids), (f"ROUTING{i}", rows + self.recv_ids, end)]
+        return named
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,16 +21,19 @@ def config(experts: int, tokens: int, hidden: int, topk: int = 1, **more: Any) -
 def check_window(plan: WindowMap, ranks: int, experts: int) -> None:
     """Regions follow each other without a gap or overlap, hold what they must, and start where words and rows may."""
     regions = plan.regions()
-    assert [name for name, _, _ in regions] == ["HEAD", "ARRIVED", "COUNTS"] + [f"SLOT{i}" for i in range(plan.num_slots)]
+    assert [name for name, _, _ in regions] == ["HEAD", "ARRIVED", "COUNTS"] + [f"{part}{i}" for i in range(plan.num_slots)
+                                                                                        for part in ("SLOT", "ROUTING")]
     assert regions[0][1] == 0 and regions[-1][2] == plan.total_bytes
     for (_, begin, end), (_, following, _) in zip(regions, regions[1:], strict=False):
         assert begin < end == following
     head, arrived, counts = (end - begin for _, begin, end in regions[:3])
     assert head >= HEAD_BANKS * ranks * HEAD_BYTES and arrived >= ranks * WORD and counts >= ranks * experts * WORD
     assert plan.heads % HEAD_BYTES == plan.arrived % 128 == plan.counts % 128 == plan.slots % SLOT_ALIGNMENT == plan.slot_bytes % SLOT_ALIGNMENT == 0
-    needed = experts // ranks * plan.plane_rows * plan.row_bytes
-    assert needed <= plan.slot_bytes < needed + SLOT_ALIGNMENT
-    assert plan.num_local_experts == experts // ranks and plan.slot_rows * plan.row_bytes == needed
+    rows = experts // ranks * plan.plane_rows * plan.token_bytes
+    assert rows <= plan.recv_ids < rows + 128 and plan.recv_ids % 128 == plan.recv_weights % 128 == 0
+    routing = (plan.recv_weights - plan.recv_ids, plan.slot_bytes - plan.recv_weights)
+    assert min(routing) >= 4 * plan.plane_rows and max(routing) < 4 * 32 * plan.plane_rows + SLOT_ALIGNMENT
+    assert plan.num_local_experts == experts // ranks and plan.slot_rows * plan.token_bytes == rows
     for i in range(plan.num_slots):
         assert plan.slot(i) == plan.slots + i * plan.slot_bytes
 
@@ -41,23 +44,34 @@ def test_by_hand_eight_ranks_full_size() -> None:
     assert (plan.heads, plan.arrived, plan.counts) == (0, 256, 384)        # 256 + 64 = 320, then the next multiple of 128
     assert plan.slots == 17408                                             # 384 + 16384 = 16768, then the next multiple of 1024
     assert (plan.plane_rows, plan.row_bytes, plan.slot_rows) == (1024, 14336, 32768)
-    assert plan.slot_bytes == 469_762_048                                  # 470 MB
-    assert plan.total_bytes == 469_779_456
-    assert WindowMap.build(config(256, 128, 7168, 8, num_slots=2), 8).total_bytes == 17408 + 2 * 469_762_048
+    assert plan.recv_ids == 469_762_048                                    # 470 MB of rows
+    assert plan.recv_weights == 469_762_048 + 32_768                       # 8 x 128 x 8 ids of 4 bytes
+    assert plan.slot_bytes == 469_762_048 + 65_536
+    assert plan.total_bytes == 469_844_992
+    assert WindowMap.build(config(256, 128, 7168, 8, num_slots=2), 8).total_bytes == 17408 + 2 * 469_827_584
 
 
 def test_by_hand_smallest() -> None:
     plan = WindowMap.build(config(1, 1, 4, dtype=torch.float32), 1)
     assert (plan.heads, plan.arrived, plan.counts, plan.slots, plan.slot_bytes, plan.total_bytes) == (0, 128, 256, 1024, 1024, 2048)
-    assert plan.regions() == [("HEAD", 0, 128), ("ARRIVED", 128, 256), ("COUNTS", 256, 1024), ("SLOT0", 1024, 2048)]
+    assert plan.regions() == [("HEAD", 0, 128), ("ARRIVED", 128, 256), ("COUNTS", 256, 1024), ("SLOT0", 1024, 1152), ("ROUTING0", 1152, 2048)]
+    assert (plan.recv_ids, plan.recv_weights) == (128, 256)
+
+
+def test_room_for_rows_with_scales() -> None:
+    """A row of 64 bytes with 20 more, rounded up to 16."""
+    plan = WindowMap.build(config(4, 3, 32, 2, max_token_bytes=84), 2)
+    assert (plan.row_bytes, plan.token_bytes, plan.recv_ids) == (64, 96, 1152)   # 2 planes x 6 rows x 96
+    check_window(plan, 2, 4)
 
 
 def test_by_hand_odd_ranks_and_two_slots() -> None:
     plan = WindowMap.build(config(21, 5, 24, num_slots=2), 7)
     assert (plan.arrived, plan.counts) == (256, 384)          # 2 x 7 x 16 = 224; 256 + 56 = 312
     assert plan.slots == 2048                                 # 384 + 7 x 21 x 8 = 1560
-    assert plan.slot_bytes == 5120                            # 3 planes x 35 rows x 48 bytes = 5040
-    assert plan.total_bytes == 2048 + 2 * 5120
+    assert (plan.recv_ids, plan.recv_weights) == (5120, 5376)   # 3 planes x 35 rows x 48 bytes = 5040; 35 ids of 4 bytes = 140
+    assert plan.slot_bytes == 6144
+    assert plan.total_bytes == 2048 + 2 * 6144
 
 
 def test_every_number_of_ranks_and_local_experts() -> None:
@@ -68,7 +82,8 @@ def test_every_number_of_ranks_and_local_experts() -> None:
         tokens = np.minimum(128, (2**31 - 1) // (ranks * ranks * local))
         counts = -(-(-(-2 * ranks * 16 // 128) * 128 + ranks * 8) // 128) * 128
         slots = -(-(counts + ranks * ranks * local * 8) // 1024) * 1024
-        slot = local * (ranks * tokens) * 14336
+        routing = -(-ranks * tokens * 8 * 4 // 128) * 128
+        slot = local * (ranks * tokens) * 14336 + routing + ranks * tokens * 8 * 4
         total = slots + 2 * (-(-slot // 1024) * 1024)
         for i, n in enumerate(locals_):
             plan = WindowMap.build(_sizes(ranks * n, int(tokens[i]), 14336, 2), ranks)
@@ -78,7 +93,8 @@ def test_every_number_of_ranks_and_local_experts() -> None:
 
 def _sizes(experts: int, tokens: int, row_bytes: int, slots: int) -> Any:
     """What the plan reads of a config; beyond a real one's limits, too."""
-    return types.SimpleNamespace(num_experts=experts, max_dispatch_tokens_per_rank=tokens, row_bytes=row_bytes, num_slots=slots, num_topk=8)
+    return types.SimpleNamespace(num_experts=experts, max_dispatch_tokens_per_rank=tokens, row_bytes=row_bytes, token_bytes=row_bytes,
+                                 num_slots=slots, num_topk=8)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 5, 31, 33, 63, 65, 127, 129, 4095, 4097])
@@ -92,7 +108,7 @@ def test_odd_sizes(tokens: int, hidden: int) -> None:
 def test_sizes_beyond_32_bits_are_plain_numbers() -> None:
     plan = WindowMap.build(config(1024, 2047, 1 << 20, dtype=torch.float32, num_slots=64), 1024)
     check_window(plan, 1024, 1024)
-    assert plan.slot_bytes == 1024 * 2047 * 2**22 and plan.slot(63) == plan.slots + 63 * plan.slot_bytes
+    assert plan.recv_ids == 1024 * 2047 * 2**22 and plan.slot(63) == plan.slots + 63 * plan.slot_bytes
 
 
 @pytest.mark.parametrize(("experts", "ranks", "tokens"), [(1024, 1024, 2048), (65536, 1, 1 << 15), (256, 128, 1 << 16)])

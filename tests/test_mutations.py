@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pytest
 
@@ -26,10 +26,10 @@ TEXTS = ("D X C D X C", "D D X C C", "D0 D1 X0 C0 D0 X1 C1")
 
 
 def play(seed: int, text: str = "", num_ranks: int = 3, tokens: Sequence[int] = (5, 3, 4), effects: Mapping[str, Sequence[str]] | None = None,
-         blocks: int = 2, program: Callable[[Program], None] | None = None, **factories: Callable) -> None:
+         blocks: int = 2, program: Callable[[Program], None] | None = None, group: type[Program] = Program, **factories: Callable) -> None:
     """One schedule of a small group, checked against the oracle."""
     sim = Simulator(num_ranks, seed, ("adversarial", "fair")[seed % 5 == 4], blocks=blocks, effects=effects)
-    p = Program(sim, GroupConfig(num_experts=2 * num_ranks, max_dispatch_tokens_per_rank=6, hidden=16, num_topk=2, num_slots=2),
+    p = group(sim, GroupConfig(num_experts=2 * num_ranks, max_dispatch_tokens_per_rank=6, hidden=16, num_topk=2, num_slots=2),
                 tokens[:num_ranks], seed=seed, **factories)
     if program is None:
         p.play(text or TEXTS[seed % len(TEXTS)])
@@ -39,13 +39,13 @@ def play(seed: int, text: str = "", num_ranks: int = 3, tokens: Sequence[int] = 
     p.check()
 
 
-def play_failure(seed: int, **how: object) -> None:
+def play_failure(seed: int, group: type[Program] = Program, **how: object) -> None:
     """One schedule in which a rank comes late, dies, refuses, or combines a stale slot: who is to blame must be known to all who live."""
     draw = random.Random(seed)
     kind, who = draw.choice(("late", "dead", "refused", "stale")), draw.randrange(3)
     faults = {"late": Faults(late={who: draw.randrange(4)}, timeouts=True), "dead": Faults(dead={who: draw.randrange(150)}, timeouts=True)}.get(kind)
     sim = Simulator(3, seed, ("adversarial", "fair")[seed % 2], effects=how.pop("effects", None), faults=faults)
-    p = Program(sim, GroupConfig(num_experts=6, max_dispatch_tokens_per_rank=6, hidden=16, num_topk=2), (5, 3, 4), seed=seed, **how)
+    p = group(sim, GroupConfig(num_experts=6, max_dispatch_tokens_per_rank=6, hidden=16, num_topk=2), (5, 3, 4), seed=seed, **how)
     d = p.dispatch()
     if kind == "refused":
         p.dispatch(ranks=[r for r in range(3) if r != who])
@@ -147,10 +147,14 @@ def test_combine_mutant_is_red(name: str) -> None:
 
 
 # ---- effects -----------------------------------------------------------------------------------------------------------------
-def effect_mutants() -> dict[str, dict[str, Sequence[str]]]:
+OTHER_PROGRAMS = {"count_ranks", "assign_ranks", "send_routing", "publish_arrived_rows", "take_arrived_rows", "sum_row"}
+"""Operations that the programs of this file do not use; their mutants stand in tests of their own."""
+
+
+def effect_mutants(names: Iterable[str] = OPS.keys() - OTHER_PROGRAMS) -> dict[str, dict[str, Sequence[str]]]:
     """One effect dropped (fences and barriers), weakened or narrowed, or two swapped, for every operation that synchronises."""
     found = {}
-    for op in OPS.values():
+    for op in (OPS[name] for name in OPS if name in names):
         for i, effect in enumerate(op.effects):
             before, after = op.effects[:i], op.effects[i + 1:]
             if effect.startswith(("fence", "bar")):

@@ -23,7 +23,7 @@ from ncclep_py import toolchain
 from ncclep_py.kernels.ops import OPS, Op
 
 POINTERS = ("word", "header", "counter", "fail", "record", "topk_idx", "tokens", "weights", "out", "table", "expert_counters",
-            "heads", "arrived", "counts", "slot")
+            "heads", "arrived", "counts", "slot", "topk_weights", "slot_ids", "slot_weights", "src_rank_counters")
 NOUN = {"word": "epoch", "counter": "blocks_done", "counts": "count", "heads": "head"}   # parameter -> noun, where they differ
 SYNONYM = {"signature": "head"}   # two words of one HEAD; loads cannot be told apart, stores by what they store
 FAILURE = {"ld.relaxed.gpu fail", "atom.relaxed.gpu fail", "ld.volatile record", "st.volatile record", "membar.sys", "fence.sc.sys"}
@@ -276,9 +276,9 @@ def test_compiled_effects_are_the_declared_ones(ptx, name):
 
 
 LOADS, STORES = ("ld.relaxed.sys.global.u64", "st.relaxed.sys.global.u64")
-WAITS = {"wait_heads", "wait_counts", "sum_counts", "wait_arrived"}
-PUBLISHES = {"publish_head", "publish_abort", "publish_counts", "publish_arrived"}
-FENCES = {"publish_head", "wait_heads", "publish_arrived", "wait_arrived"}
+WAITS = {"wait_heads", "wait_counts", "sum_counts", "wait_arrived", "take_arrived_rows"}
+PUBLISHES = {"publish_head", "publish_abort", "publish_counts", "publish_arrived", "publish_arrived_rows"}
+FENCES = {"publish_head", "wait_heads", "publish_arrived", "wait_arrived", "publish_arrived_rows"}
 MAY_FAIL = {op.name for op in OPS.values() if "record" in op.parameters}
 SIGNATURE_STORES = "  for (int peer = lane(); peer < num_ranks; peer += 32) store_relaxed_sys(peer_at(window, at, peer), signature);\n"
 HEAD_STORES = ("  for (int peer = lane(); peer < num_ranks; peer += 32) store_relaxed_sys(peer_at(window, at + 8, peer), "
@@ -310,6 +310,17 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     "count_experts: no barrier after clearing": ("count_experts", "= 0;\n  __syncthreads();", "= 0;", {"count_experts"}),
     "count_experts: no barrier after adding": ("count_experts", "  __syncthreads();\n  return", "  return", {"count_experts"}),
     "assign_rows: no barrier": ("assign_rows", "__syncthreads();", "", {"assign_rows"}),
+    "publish_arrived_rows: no fence": ("publish_arrived_rows", FENCE, "", {"publish_arrived_rows"}),
+    "publish_arrived_rows: one lane fences": ("publish_arrived_rows", "  fence_system();", "  if (lane() == 0) fence_system();",
+                                              {"publish_arrived_rows"}),
+    "take_arrived_rows: no barrier": ("take_arrived_rows", "__syncthreads();", "", {"take_arrived_rows"}),
+    "count_ranks: no barrier after clearing": ("count_ranks", "= 0;\n  __syncthreads();", "= 0;", {"count_ranks"}),
+    "count_ranks: no barrier after adding": ("count_ranks", "  __syncthreads();\n  return", "  return", {"count_ranks"}),
+    "assign_ranks: no barrier at its end": ("assign_ranks", "  __syncthreads();\n  return", "  return", {"assign_ranks"}),
+    "send_routing: volatile ids": ("send_routing", "*(int*)peer_at(window, slot_ids", "*(volatile int*)peer_at(window, slot_ids", {"send_routing"}),
+    "send_routing: weights beside the ids": ("send_routing", "slot_weights + place", "slot_ids + place", {"send_routing"}),
+    "sum_row: row table through the read-only cache": ("sum_row", "((const int*)table)[token * num_topk + lane()]",
+                                                       "__ldg((const int*)table + token * num_topk + lane())", {"sum_row"}),
     "publish_abort: plain store to HEAD": ("publish_abort", "store_relaxed_sys(peer_at(window, at + 8, peer), word)",
                                            "*(u64*)peer_at(window, at + 8, peer) = word", {"publish_abort"}),
     "advance_epoch: volatile": ("advance_epoch", "*(u64*)word", "*(volatile u64*)word", {"advance_epoch"}),
@@ -326,7 +337,7 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     "FAIL is read plainly": (None, "ld.relaxed.gpu.global.u64", "ld.global.u64", MAY_FAIL | {"op_code", "publish_abort"}),
     "FAIL is claimed within a block": (None, "atom.relaxed.gpu.global.cas", "atom.relaxed.cta.global.cas", MAY_FAIL),
     "rows of the window through the read-only cache": (None, "ld.global.L1::no_allocate.v4.u32", "ld.global.nc.L1::no_allocate.v4.u32",
-                                                       {"gather_row"}),
+                                                       {"gather_row", "sum_row"}),
     "record: no fence before its code": (None, "  __threadfence_system();\n", "", MAY_FAIL),
     "record: code first": (None, "  #pragma unroll\n  for (int i = 0; i < 7; ++i) r[1 + i]",
                            "  r[0] = code;\n  #pragma unroll\n  for (int i = 0; i < 7; ++i) r[1 + i]", MAY_FAIL),

@@ -1,7 +1,9 @@
-"""Low-latency combine, EXPERT_MAJOR: every rank pulls its tokens' K rows from the experts' ranks and adds them up.
+"""Low-latency combine: every rank pulls its tokens' rows from the experts' ranks (EXPERT_MAJOR: K rows, RANK_MAJOR: one per rank) and adds them up.
 
 Phases: 1 head, 2 wait, 3 rows. Numerics: fp32 accumulator from +0, one fused multiply-add per k in ascending order (positions without a row are
-skipped), one rounding to the token type; the same bits every run. My return does not mean that peers have read my rows: their owner may
+skipped; RANK_MAJOR: an addition, no weights), one rounding to the token type; the same bits every run.
+
+My return does not mean that peers have read my rows: their owner may
 overwrite them only after the head wait of a later operation (``ncclep_py.memory_map``, I2).
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ncclep_py.config import Layout
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
 
@@ -26,7 +29,8 @@ def make_ll_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
     EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
     block_idx, warp_idx, read_epoch, advance_epoch = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch
     end_token, warp_token, token_step = ops.end_token, ops.warp_token, ops.token_step
-    begin_vector, end_vector, gather_row = ops.begin_vector, ops.end_vector, ops.gather_row
+    begin_vector, end_vector, gather_row, sum_row = ops.begin_vector, ops.end_vector, ops.gather_row, ops.sum_row
+    RANK_MAJOR = shape.layout is Layout.RANK_MAJOR
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
     check_header, last_block, op_code = ops.check_header, ops.last_block, ops.op_code
 
@@ -44,7 +48,10 @@ def make_ll_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
         if code == 0:
             begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
             for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
-                gather_row(window, slot, table, weights, out, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop)
+                if RANK_MAJOR:
+                    sum_row(window, slot, table, out, token, TOPK, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop)
+                else:
+                    gather_row(window, slot, table, weights, out, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop)
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)
             if warp_idx() == 0:

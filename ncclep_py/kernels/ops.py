@@ -65,7 +65,12 @@ PARAMETERS = {
     "header": "address of the slot's header",
     "handle": "id of the handle",
     "expert_counters": "address of [L] int32",
-    "plane_rows": "rows of one expert's plane",
+    "topk_weights": "address of [T, K] float32, to be sent",
+    "slot_ids": "window offset of the slot's received ids, [R, M, K] int32",
+    "slot_weights": "window offset of the slot's received weights, [R, M, K] float32",
+    "src_rank_counters": "address of [R] int32",
+    "global_ids": "0 if received ids count from the receiver's first expert, 1 if from the group's",
+    "plane_rows": "rows of one expert's plane; RANK_MAJOR: of one rank's planes, R * M",
     "row_bytes": "bytes of one row",
     "token_type": "config.TokenType",
     "token": "index of a token",
@@ -145,6 +150,24 @@ OPS: dict[str, Op] = {op.name: op for op in (
         "Release, system scope: all rows of this rank are written. Lanes over ranks."),
     _op("wait_arrived", "block", f"window arrived rank num_ranks epoch {_FAILURE}", "ld.relaxed.sys arrived; fence.acq_rel.sys; bar.sync",
         "Acquire, system scope: wait for ARRIVED of all ranks. Non-zero if one gave up, is ahead or does not come.", may_fail=True),
+    # ---- RANK_MAJOR: a row per (token, rank that hosts any of its experts) ---------------------------------------------
+    _op("count_ranks", "block", "topk_idx idx_bytes num_tokens num_topk num_experts num_ranks first", "ld.nc topk_idx; bar.sync",
+        "Shared memory: for every rank my tokens that go there, and those of them before this block's first token."),
+    _op("assign_ranks", "block", "topk_idx idx_bytes topk_weights num_topk num_experts num_ranks plane_rows first end rank",
+        "ld.nc topk_idx; ld.nc topk_weights; bar.sync",
+        "Shared memory: ids and weights of this block's tokens, and the final global row of each token at every rank it goes to, in token order, "
+        "at the first k with that rank. Needs nothing from other ranks."),
+    _op("send_routing", "warp", "window slot_ids slot_weights table token first end num_topk num_experts num_ranks plane_rows global_ids",
+        "st.weak slot_ids; st.weak slot_weights; st.weak table",
+        "The K ids (-1 where another rank hosts the expert) and weights of one token to every rank its row goes to; its rows to the table."),
+    _op("publish_arrived_rows", "warp", "window arrived rank num_ranks epoch", "fence.acq_rel.sys; st.relaxed.sys arrived",
+        "`publish_arrived` that also tells each rank how many rows it got from me."),
+    _op("take_arrived_rows", "block", "window arrived slot_ids rank num_ranks num_topk plane_rows epoch src_rank_counters",
+        "ld.relaxed.sys arrived; st.weak src_rank_counters; bar.sync; st.weak slot_ids",
+        "After `wait_arrived`: rows received from each rank, and -1 in the ids of all rows that nobody filled."),
+    _op("sum_row", "warp", "window slot table out token num_topk num_ranks plane_rows row_bytes token_type begin_vector end_vector",
+        "ld.weak table; ld.weak slot; st.weak out",
+        "A piece of one combined row: fp32 sum of the token's rows, one per rank, in the order of their first k, one rounding."),
 )}
 """All operations by name."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ncclep_py.config import GroupConfig, TokenType
+from ncclep_py.config import GroupConfig, Layout, TokenType
 from ncclep_py.memory_map import LocalMap, WindowMap
 
 __all__ = ["KernelShape"]
@@ -12,7 +12,7 @@ __all__ = ["KernelShape"]
 
 @dataclasses.dataclass(frozen=True)
 class KernelShape:
-    """Compile-time constants of the kernels of one (group, K, id type).
+    """Compile-time constants of the kernels of one (group, K, id type, layout).
 
     Attributes:
         num_ranks: R.
@@ -23,6 +23,7 @@ class KernelShape:
         idx_bytes: bytes of an expert id.
         window: byte plan of the window.
         local: byte plan of the local block.
+        layout: order of received rows.
     """
 
     num_ranks: int
@@ -33,9 +34,10 @@ class KernelShape:
     idx_bytes: int
     window: WindowMap
     local: LocalMap
+    layout: Layout = Layout.EXPERT_MAJOR
 
     @classmethod
-    def build(cls, config: GroupConfig, num_ranks: int, num_topk: int, idx_bytes: int) -> KernelShape:
+    def build(cls, config: GroupConfig, num_ranks: int, num_topk: int, idx_bytes: int, layout: Layout = Layout.EXPERT_MAJOR) -> KernelShape:
         """The constants for a handle of `num_topk` whose ids have `idx_bytes` bytes."""
         return cls(num_ranks, config.num_experts, num_topk, config.row_bytes, config.token_type, idx_bytes,
-                   WindowMap.build(config, num_ranks), LocalMap.build(config))
+                   WindowMap.build(config, num_ranks), LocalMap.build(config), layout)

@@ -157,9 +157,9 @@ class Simulator:
             return
         for region in self.windows[window]:
             for part in region.parts:
-                if part.name == f"SLOT{operation.slot}":
+                if part.name in (f"SLOT{operation.slot}", f"ROUTING{operation.slot}"):
                     region.bytes[part.begin:part.end] = POISON
-                    self.poisoned += 1
+                    self.poisoned += part.name.startswith("SLOT")
 
     def _host_step(self, reads: Sequence[tuple[int, int]], writes: Sequence[tuple[int, int]]) -> None:
         task = self.scheduler.current

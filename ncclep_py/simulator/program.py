@@ -68,6 +68,8 @@ class Program:
         dispatched: all dispatches enqueued.
     """
 
+    layout = Layout.EXPERT_MAJOR
+
     def __init__(self, sim: Simulator, config: GroupConfig, num_tokens: Sequence[int], num_topk: int | None = None, idx_bytes: int = 8,
                  epoch: int = 1, grids: Sequence[tuple[int | None, int | None]] | None = None, seed: int = 0,
                  make_dispatch: Callable = ll_dispatch.make_ll_dispatch, make_combine: Callable = ll_combine.make_ll_combine) -> None:
@@ -86,7 +88,7 @@ class Program:
         """
         self.sim, self.config, self.num_tokens, self.ranks = sim, config, list(num_tokens), range(sim.num_ranks)
         self.num_topk = num_topk or config.num_topk
-        self.shape = KernelShape.build(config, sim.num_ranks, self.num_topk, idx_bytes)
+        self.shape = KernelShape.build(config, sim.num_ranks, self.num_topk, idx_bytes, self.layout)
         self.dtype, self.rng = config.token_type.torch_dtype(), torch.Generator().manual_seed(seed)
         self.grids = grids or [(None, None)] * sim.num_ranks
         self.kernels = {"dispatch": make_dispatch(self.shape, sim.vocabulary), "combine": make_combine(self.shape, sim.vocabulary)}
@@ -212,8 +214,8 @@ class Program:
 
     def _launch(self, kind: str, rank: int, slot: int, handle: int, status: int, **tensors: object) -> None:
         shape, address = self.shape, self.local[rank].ctypes.data
-        signature = Signature(OpKind[kind.upper()], Layout.EXPERT_MAJOR, shape.token_type, 0, slot, self.num_topk, shape.row_bytes // 16)
-        values = {name: self.sim.register(tensor, name, rank).address for name, tensor in tensors.items()}
+        signature = Signature(OpKind[kind.upper()], self.layout, shape.token_type, 0, slot, self.num_topk, shape.row_bytes // 16)
+        values = {name: value if isinstance(value, int) else self.sim.register(value, name, rank).address for name, value in tensors.items()}
         values |= {"window": self.window, "rank": rank, "local": address, "record": self.records[rank].ctypes.data, "slot": shape.window.slot(slot),
                    "num_tokens": self.num_tokens[rank], "table": address + shape.local.table(slot), "header": address + shape.local.header(slot),
                    "handle": handle, "signature": signature.pack(), "status": status, "timeout": self.config.wait_ns}

@@ -1,0 +1,74 @@
+"""Low-latency dispatch, RANK_MAJOR: every token's row once to each rank that hosts any of its experts, straight into its final place.
+
+Phases: 1 head, 2 rows assigned, 3 wait (heads of all ranks), 4 rows with their ids and weights, 5 arrived. A row's place at its rank is
+[my rank, number of my earlier tokens to that rank], which nobody else has a say in: no counts travel before the rows, and how many rows there are
+travels with ARRIVED. The order is the same every run. Safety: ``ncclep_py.memory_map``; ids of unused rows are set to -1 by their owner once all
+have arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ncclep_py.kernels.ops import Vocabulary
+from ncclep_py.kernels.shape import KernelShape
+
+__all__ = ["PARAMETERS", "make_ll_rank_major_dispatch"]
+
+PARAMETERS = ("window", "rank", "local", "record", "tokens", "topk_idx", "topk_weights", "num_tokens", "src_rank_counters", "global_ids", "slot",
+              "table", "header", "handle", "signature", "status", "timeout")
+"""Run-time values of a launch, all 64-bit integers."""
+
+
+def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
+    """The dispatch kernel for one shape, over one implementation of the vocabulary."""
+    RANKS, EXPERTS, TOPK, ROW_BYTES, IDX_BYTES = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, shape.idx_bytes
+    PLANE_ROWS, HEADS, ARRIVED = shape.window.plane_rows, shape.window.heads, shape.window.arrived
+    IDS, WEIGHTS = shape.window.recv_ids, shape.window.recv_weights
+    EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
+    block_idx, warp_idx, read_epoch, advance_epoch = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch
+    first_token, end_token, warp_token, token_step = ops.first_token, ops.end_token, ops.warp_token, ops.token_step
+    begin_vector, end_vector = ops.begin_vector, ops.end_vector
+    publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
+    count_ranks, assign_ranks, scatter_row, send_routing = ops.count_ranks, ops.assign_ranks, ops.scatter_row, ops.send_routing
+    publish_arrived_rows, wait_arrived, take_arrived_rows = ops.publish_arrived_rows, ops.wait_arrived, ops.take_arrived_rows
+    last_block, op_code, store_header = ops.last_block, ops.op_code, ops.store_header
+
+    def ll_rank_major_dispatch(window, rank, local, record, tokens, topk_idx, topk_weights, num_tokens, src_rank_counters,  # noqa: ANN001, ANN202
+                               global_ids, slot, table, header, handle, signature, status, timeout):
+        epoch, fail = read_epoch(local + EPOCH), local + FAIL
+        first, end = first_token(num_tokens), end_token(num_tokens)
+        # ---- 1 head: everything my stream did before is done ---------------------------------------------------------
+        if block_idx() == 0:
+            if warp_idx() == 0:
+                publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
+        # ---- 2 rows assigned: while the heads travel -------------------------------------------------------------------
+        count_ranks(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, RANKS, first)
+        assign_ranks(topk_idx, IDX_BYTES, topk_weights, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, rank)
+        # ---- 3 wait: nobody's memory is touched before all ranks are here ----------------------------------------------
+        code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
+        # ---- 4 rows --------------------------------------------------------------------------------------------------
+        if code == 0:
+            begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
+            for token in range(warp_token(num_tokens), end, token_step(num_tokens)):
+                scatter_row(window, slot, tokens, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, ROW_BYTES, begin, stop)
+                if begin == 0:
+                    if stop > 0:   # of a row's pieces exactly one
+                        send_routing(window, slot + IDS, slot + WEIGHTS, table, token, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS, global_ids)
+        # ---- 5 arrived: the last block speaks for the rank -------------------------------------------------------------
+        if last_block(local + BLOCKS_DONE) == 1:
+            code = op_code(fail, epoch)
+            if code == 0:
+                if warp_idx() == 0:
+                    publish_arrived_rows(window, ARRIVED, rank, RANKS, epoch)
+                code = wait_arrived(window, ARRIVED, rank, RANKS, epoch, fail, record, timeout)
+            if code == 0:
+                take_arrived_rows(window, ARRIVED, slot + IDS, rank, RANKS, TOPK, PLANE_ROWS, epoch, src_rank_counters)
+            if warp_idx() == 0:
+                if code != 0:
+                    publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
+                else:
+                    store_header(header, epoch, handle)
+                advance_epoch(local + EPOCH, epoch)
+
+    return ll_rank_major_dispatch
