@@ -51,6 +51,7 @@ class Job:
     hidden: int
     tokens: int
     seed: int
+    layout: str = "expert_major"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,8 +87,8 @@ def main(args: argparse.Namespace) -> int:
 def _not_built(args: argparse.Namespace) -> str | None:
     if args.algorithm == "ht":
         return "--algorithm ht is not built yet; use --algorithm ll"
-    if args.layout != "expert_major":
-        return f"--layout {args.layout} is not built yet; use --layout expert_major"
+    if args.layout == "flat":
+        return "--layout flat is not built yet; use --layout expert_major or rank_major"
     return None
 
 
@@ -97,7 +98,7 @@ def _job(args: argparse.Namespace) -> Job:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.topk > args.experts:
         raise ValueError(f"--topk must be at most --experts = {args.experts}, got {args.topk}")
-    return Job(args.ranks, args.backend, args.experts, args.topk, args.hidden, args.tokens, args.seed)
+    return Job(args.ranks, args.backend, args.experts, args.topk, args.hidden, args.tokens, args.seed, args.layout)
 
 
 def _words(path: str | None) -> list[str]:
@@ -163,6 +164,35 @@ class Layer:
         full = rows if len(rows) == capacity else torch.cat([rows, rows.new_zeros(capacity - len(rows), self.job.hidden)])
         return (torch.nn.functional.silu(full @ self.up[index]) @ self.down[index])[: len(rows)]
 
+    def reduced(self, rank: int, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """RANK_MAJOR: what a rank makes of rows ``[n, hidden]``: the weighted sum of its experts' outputs in k order, fp32, rounded once.
+
+        ids ``[n, K]`` count from the rank's first expert, -1 for experts of other ranks; weights ``[n, K]``.
+        """
+        import torch
+
+        local = self.job.experts // self.job.ranks
+        results = [self.expert(rank * local + i, rows) for i in range(local)]
+        total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        for k in range(ids.shape[1]):
+            for i, result in enumerate(results):
+                total = torch.where(ids[:, k: k + 1] == i, total + result.float() * weights[:, k: k + 1], total)
+        return total.to(rows.dtype)
+
+    def rank_major(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The layer on one rank's rows as RANK_MAJOR adds it up: per rank first, then over ranks in the order of their first k."""
+        import torch
+
+        local = self.job.experts // self.job.ranks
+        owners = ids // local
+        parts = [self.reduced(p, rows, torch.where(owners == p, ids - p * local, -1), weights) for p in range(self.job.ranks)]
+        total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        for k in range(ids.shape[1]):
+            first = (owners[:, :k] != owners[:, k: k + 1]).all(1)
+            for p, part in enumerate(parts):
+                total = torch.where((first & (owners[:, k] == p))[:, None], total + part.float(), total)
+        return total.to(rows.dtype)
+
 
 def _rank_program(comm: Communicator, job: Job, words: list[str], progress: Callable[[int, int], None]) -> torch.Tensor:
     """What one rank does; returns its combined rows of all steps, on the CPU."""
@@ -175,14 +205,21 @@ def _rank_program(comm: Communicator, job: Job, words: list[str], progress: Call
     config = GroupConfig(num_experts=job.experts, max_dispatch_tokens_per_rank=job.tokens, hidden=job.hidden, num_topk=job.topk)
     steps = _steps(job, words)
     results = []
-    with Group.create(comm, config) as group, group.create_handle(Layout.EXPERT_MAJOR, num_topk=job.topk) as handle:
+    layout = Layout[job.layout.upper()]
+    with Group.create(comm, config) as group, group.create_handle(layout, num_topk=job.topk) as handle:
         local = job.experts // job.ranks
         for step in range(steps):
             rows = layer.rows(_share(job, words, step, comm.rank))
             ids, weights = layer.route(rows)
-            received = handle.dispatch(rows, topk_idx=ids)
-            for i in range(local):
-                received.tokens[i] = layer.expert(comm.rank * local + i, received.tokens[i])
+            if layout is Layout.RANK_MAJOR:
+                received = handle.dispatch(rows, topk_idx=ids, topk_weights=weights)
+                assert received.topk_idx is not None and received.topk_weights is not None   # RANK_MAJOR has both
+                flat = received.tokens.view(-1, job.hidden)
+                flat.copy_(layer.reduced(comm.rank, flat, received.topk_idx.view(-1, job.topk), received.topk_weights.view(-1, job.topk)))
+            else:
+                received = handle.dispatch(rows, topk_idx=ids)
+                for i in range(local):
+                    received.tokens[i] = layer.expert(comm.rank * local + i, received.tokens[i])
             results.append(handle.combine(received.tokens, topk_weights=weights).cpu())
             if comm.rank == 0:
                 progress(step + 1, steps)
@@ -223,7 +260,7 @@ def run(job: Job, words: list[str], progress: Callable[[int, int], None] = lambd
     error = float((got.float() - want.float()).abs().max())
     scale = float(want.float().abs().max())
     return {
-        "backend": backend, "ranks": job.ranks, "algorithm": "ll", "layout": "expert_major", "tokens": len(words), "experts": job.experts,
+        "backend": backend, "ranks": job.ranks, "algorithm": "ll", "layout": job.layout, "tokens": len(words), "experts": job.experts,
         "topk": job.topk, "hidden": job.hidden, "steps": _steps(job, words), "verified": error <= scale * 2**-7, "max_abs_error": error,
         "bitwise_equal_to_reference": bool(torch.equal(got.view(torch.int16), want.view(torch.int16))), "seconds": round(seconds, 3),
     }
@@ -255,6 +292,9 @@ def _one_process(job: Job, words: list[str], device: torch.device) -> torch.Tens
         shares = [words[i: i + job.tokens] for i in range(first, min(len(words), first + job.ranks * job.tokens), job.tokens)]
         rows = [layer.rows(share) for share in shares]
         routed = [layer.route(r) for r in rows]   # per rank, as the ranks do: the router's bits depend on how many rows it is given
+        if job.layout == "rank_major":
+            parts += [layer.rank_major(r, *routing).cpu() for r, routing in zip(rows, routed, strict=True)]
+            continue
         ids, weights = torch.cat([i for i, _ in routed]), torch.cat([w for _, w in routed])
         parts.append(moe_layer(torch.cat(rows).cpu(), ids.cpu(), weights.cpu(), experts))
     return torch.cat(parts)

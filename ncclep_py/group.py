@@ -47,7 +47,7 @@ class Group:
         self._local = comm.zeros(self.local_map.total_bytes, self.local_map.regions())
         self._record = comm.host_words(len(RECORD_FIELDS))
         self._record_words = self._record.numpy()
-        self._kernels: dict[tuple[str, int, int], Kernel] = {}
+        self._kernels: dict[tuple[str, int, int, Layout], Kernel] = {}
         self._handle_ids = itertools.count(1)
         self.slot_owner: list[int] = [0] * config.num_slots   # handle id, 0: free
         self.slot_combined: list[bool] = [False] * config.num_slots
@@ -86,7 +86,7 @@ class Group:
         """A handle for `layout`; local, and not for use inside graph capture (it may compile and load kernels).
 
         Args:
-            layout: EXPERT_MAJOR.
+            layout: EXPERT_MAJOR or RANK_MAJOR.
             topk_idx: ``[T, K]`` int32 or int64 expert ids, -1 for none; may instead be given to `Handle.update`, then `num_topk` says K and
                 `idx_dtype` the type of ids (default int64).
             num_topk: K if `topk_idx` is not given.
@@ -98,9 +98,9 @@ class Group:
         self._check_open("create_handle")
         return Handle(self, next(self._handle_ids), layout, topk_idx, num_topk, idx_dtype, config or HandleConfig())
 
-    def kernel(self, name: str, num_topk: int, idx_bytes: int) -> Kernel:
-        """Internal: the kernel for K and id type, loaded on first use; refused under capture."""
-        key = (name, num_topk, idx_bytes)
+    def kernel(self, name: str, num_topk: int, idx_bytes: int, layout: Layout = Layout.EXPERT_MAJOR) -> Kernel:
+        """Internal: the kernel for K, id type and layout, loaded on first use; refused under capture."""
+        key = (name, num_topk, idx_bytes, layout)
         if key not in self._kernels:
             from ncclep_py import launch
             from ncclep_py.kernels.shape import KernelShape
@@ -108,15 +108,15 @@ class Group:
             if self.comm.capturing():
                 raise EpError(f"{name} for {num_topk} experts per token and {idx_bytes}-byte ids is not loaded, and loading is impossible during "
                               "graph capture: create the handle (or call it once) with these before capturing")
-            shape = KernelShape.build(self.config, self.num_ranks, num_topk, idx_bytes)
+            shape = KernelShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout)
             shared = launch.shared_bytes(shape, self.config.max_dispatch_tokens_per_rank, self.num_blocks)
             self._kernels[key] = self.comm.kernel(name, shape, shared, self.num_blocks)
         return self._kernels[key]
 
     # ---- operations --------------------------------------------------------------------------------------------------
-    def signature(self, kind: OpKind, layout: int, slot: int, num_topk: int) -> int:
+    def signature(self, kind: OpKind, layout: int, slot: int, num_topk: int, global_ids: bool = False) -> int:
         """Internal: the packed signature of an operation."""
-        return Signature(kind, layout, self.config.token_type, 0, slot, num_topk, self.config.row_bytes // 16).pack()
+        return Signature(kind, layout, self.config.token_type, 0, slot, num_topk, self.config.row_bytes // 16, global_ids).pack()
 
     @property
     def window(self) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ncclep_py.arguments import Seen, check_ids, check_tensor, check_tokens, refusal_of, refused, stale
-from ncclep_py.config import CombineConfig, CombineQuant, DispatchConfig, DispatchQuant, HandleConfig, Layout, PassDir, _member
+from ncclep_py.config import CombineConfig, CombineQuant, DispatchConfig, DispatchQuant, ExpertIdKind, HandleConfig, Layout, PassDir, _member
 from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, Status
 from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind
@@ -38,10 +38,12 @@ class LayoutInfo:
     Attributes:
         expert_counters: LL EXPERT_MAJOR, ``[L]`` int32: rows received by each local expert.
         src_rank_counters: LL RANK_MAJOR, ``[R]`` int32: rows received from each rank.
+        recv_topk_idx_kind: LL RANK_MAJOR, numbering of received ids, the same on all ranks: from this rank's first expert (LOCAL) or the group's.
     """
 
     expert_counters: torch.Tensor | None = None
     src_rank_counters: torch.Tensor | None = None
+    recv_topk_idx_kind: ExpertIdKind = ExpertIdKind.AUTO
 
 
 @dataclasses.dataclass
@@ -50,7 +52,7 @@ class DispatchInputs:
 
     Attributes:
         tokens: ``[T, hidden]``, dtype of the group.
-        topk_weights: ``[T, K]`` float32, layouts that carry weights.
+        topk_weights: ``[T, K]`` float32, required by RANK_MAJOR, which carries them.
         scales: ``[T, S]``, recipes that carry scales.
     """
 
@@ -65,8 +67,10 @@ class DispatchOutputs:
 
     Attributes:
         tokens: EXPERT_MAJOR ``[L, R * M, hidden]``; rows ``[0, expert_counters[l])`` of plane l are valid, in (source rank, token, k) order,
-            others are not touched.
-        topk_weights, scales, topk_idx: for layouts and recipes that carry them.
+            others are not touched. RANK_MAJOR ``[R, M, hidden]``; rows ``[0, src_rank_counters[s])`` of plane s are valid, in token order.
+        topk_weights: RANK_MAJOR ``[R, M, K]`` float32, all K weights of the token; rows after the valid ones are not touched.
+        topk_idx: RANK_MAJOR ``[R, M, K]`` int32, the expert at each position k if it lives on this rank, else -1; rows after the valid ones are -1.
+        scales: for recipes that carry them.
         layout_info: the counts.
         generation: number of the dispatch that made this.
     """
@@ -85,7 +89,8 @@ class CombineInputs:
 
     Attributes:
         tokens: same shape and row order as `DispatchOutputs.tokens`; that tensor itself (no copy), or any other (one copy of all rows).
-        topk_weights, scales: for passes and recipes that need them.
+            RANK_MAJOR: each row already summed over this rank's experts of the token, weights included.
+        topk_weights, scales: for passes and recipes that need them; RANK_MAJOR ignores weights.
     """
 
     tokens: torch.Tensor
@@ -99,7 +104,7 @@ class CombineOutputs:
 
     Attributes:
         tokens: ``[T, hidden]``; allocated if left out.
-        topk_weights: LL EXPERT_MAJOR: ``[T, K]`` float32 router weights. An *input*; the name is `nccl.ep`'s.
+        topk_weights: LL EXPERT_MAJOR: ``[T, K]`` float32 router weights. An *input*; the name is `nccl.ep`'s. RANK_MAJOR ignores it.
     """
 
     tokens: torch.Tensor = None   # type: ignore[assignment]  # set once combine has it
@@ -132,11 +137,15 @@ class Handle:
         self._closed = False
         self._slot, self._generation, self._num_tokens, self._idx_bytes = -1, 0, 0, dtype.itemsize
         self._topk_idx: torch.Tensor | None = None
-        self._seen, self._row_shape = Seen(), (group.map.num_local_experts, group.map.plane_rows, group.config.hidden)
+        self._rank_major, capacity = self.layout is Layout.RANK_MAJOR, group.config.max_dispatch_tokens_per_rank
+        planes = (group.num_ranks, capacity) if self._rank_major else (group.map.num_local_experts, group.map.plane_rows)
+        self._seen, self._row_shape = Seen(), (*planes, group.config.hidden)
         self._row_views: dict[int, torch.Tensor] = {}
+        self._routing_views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._dispatch_name = "ll_rank_major_dispatch" if self._rank_major else "ll_dispatch"
         self._dtype = group.config.token_type.torch_dtype()
-        self._constants: dict[tuple[str, int], tuple[int, ...]] = {}
-        for name in ("ll_dispatch", "ll_combine"):
+        self._constants: dict[tuple[str, int, bool], tuple[int, ...]] = {}
+        for name in (self._dispatch_name, "ll_combine"):
             self._kernel(name)
         if topk_idx is not None:
             self.update(topk_idx)
@@ -161,15 +170,17 @@ class Handle:
 
     # ---- dispatch ----------------------------------------------------------------------------------------------------
     def dispatch(self, inputs: DispatchInputs | torch.Tensor, outputs: DispatchOutputs | None = None, layout_info: LayoutInfo | None = None,
-                 config: DispatchConfig | None = None, *, topk_idx: torch.Tensor | None = None) -> DispatchOutputs:
+                 config: DispatchConfig | None = None, *, topk_idx: torch.Tensor | None = None,
+                 topk_weights: torch.Tensor | None = None) -> DispatchOutputs:
         """Send every token to its experts. Collective, stream-ordered on the current stream.
 
         Args:
             inputs: tokens ``[T, hidden]``, or `DispatchInputs`.
             outputs: where to put rows; without it they are in the window (no copy).
-            layout_info: where to put ``expert_counters``; allocated without it.
+            layout_info: where to put ``expert_counters`` or ``src_rank_counters``; allocated without it. RANK_MAJOR: also how to number received ids.
             config: `DispatchConfig`.
             topk_idx: shorthand for `update` before the call; its errors, too, are told to all ranks.
+            topk_weights: RANK_MAJOR: the router weights ``[T, K]`` float32, if `inputs` does not hold them.
 
         Returns:
             `DispatchOutputs`, also if given.
@@ -184,36 +195,56 @@ class Handle:
         given = inputs if isinstance(inputs, DispatchInputs) else DispatchInputs(inputs)
         made = outputs if isinstance(outputs, DispatchOutputs) else DispatchOutputs()
         counts = layout_info if isinstance(layout_info, LayoutInfo) else made.layout_info
-        with _Refusing(self, "ll_dispatch", slot):
+        weights: Any = topk_weights if topk_weights is not None else given.topk_weights
+        with _Refusing(self, self._dispatch_name, slot):
             self.group.raise_reported()
             _check_kinds(("outputs", outputs, DispatchOutputs), ("layout_info", layout_info, LayoutInfo), ("config", config, DispatchConfig))
             if topk_idx is not None:
                 self.update(topk_idx)
-            self._check_dispatch(given, made, counts, config or DispatchConfig(), slot)
+            self._check_dispatch(given, weights, made, counts, config or DispatchConfig(), slot)
         tokens, idx = given.tokens, self._topk_idx
         assert idx is not None   # checked above
         num_tokens = int(tokens.shape[0])
-        if counts.expert_counters is None:
-            counts.expert_counters = self._new((self.group.map.num_local_experts,), "int32")
-        self._launch("ll_dispatch", slot, Status.GO, (tokens.data_ptr(), idx.data_ptr(), num_tokens, counts.expert_counters.data_ptr()),
-                     (tokens, idx, counts.expert_counters))
+        if self._rank_major:
+            if counts.src_rank_counters is None:
+                counts.src_rank_counters = self._new((self.group.num_ranks,), "int32")
+            counters, global_ids = counts.src_rank_counters, counts.recv_topk_idx_kind is ExpertIdKind.GLOBAL
+            self._launch(self._dispatch_name, slot, Status.GO, (tokens.data_ptr(), idx.data_ptr(), weights.data_ptr(), num_tokens,
+                                                                counters.data_ptr(), int(global_ids)), (tokens, idx, weights, counters), global_ids)
+        else:
+            if counts.expert_counters is None:
+                counts.expert_counters = self._new((self.group.map.num_local_experts,), "int32")
+            self._launch(self._dispatch_name, slot, Status.GO, (tokens.data_ptr(), idx.data_ptr(), num_tokens, counts.expert_counters.data_ptr()),
+                         (tokens, idx, counts.expert_counters))
         self._num_tokens = num_tokens   # only now: a dispatch known to be refused leaves the earlier one to combine
         received = self._rows(slot)
         if made.tokens is None:
             made.tokens = received
         elif made.tokens.data_ptr() != received.data_ptr():
             made.tokens.detach().copy_(received)
+        if self._rank_major:
+            for name, routing in zip(("topk_idx", "topk_weights"), self._routing(slot)):   # noqa: B905  (two each)
+                held = getattr(made, name)
+                if held is None:
+                    setattr(made, name, routing)
+                elif held.data_ptr() != routing.data_ptr():
+                    held.detach().copy_(routing)
         made.layout_info, made.generation = counts, self._generation
         return made
 
-    def _check_dispatch(self, given: DispatchInputs, made: DispatchOutputs, counts: LayoutInfo, config: DispatchConfig, slot: int) -> None:
+    def _check_dispatch(self, given: DispatchInputs, weights: Any, made: DispatchOutputs, counts: LayoutInfo, config: DispatchConfig,
+                        slot: int) -> None:
         group, seen = self.group, self._seen
         _only_plain(config.send_only, config.pass_direction, config.quant_recipe == DispatchQuant.NONE)
-        for name, value in (("inputs.topk_weights", given.topk_weights), ("inputs.scales", given.scales), ("outputs.topk_weights", made.topk_weights),
-                            ("outputs.scales", made.scales), ("outputs.topk_idx", made.topk_idx),
-                            ("layout_info.src_rank_counters", counts.src_rank_counters)):
+        unwanted: tuple[tuple[str, Any], ...] = (("inputs.scales", given.scales), ("outputs.scales", made.scales))
+        if self._rank_major:
+            unwanted += (("layout_info.expert_counters", counts.expert_counters),)
+        else:
+            unwanted += (("inputs.topk_weights", weights), ("outputs.topk_weights", made.topk_weights), ("outputs.topk_idx", made.topk_idx),
+                         ("layout_info.src_rank_counters", counts.src_rank_counters))
+        for name, value in unwanted:
             if value is not None:
-                _unwanted(name, value)
+                _unwanted(name, value, self.layout)
         if self._topk_idx is None:
             raise ValueError("topk_idx must be given to create_handle, update or dispatch before a dispatch")
         if not seen.same("tokens", given.tokens) or given.tokens.shape[0] != self._topk_idx.shape[0]:
@@ -230,15 +261,40 @@ class Handle:
             check_tensor("layout_info.expert_counters", counts.expert_counters, (group.map.num_local_experts,), (torch.int32,), group.comm.device,
                          aligned=False)
             seen.passed("expert_counters", counts.expert_counters)
+        if self._rank_major:
+            self._check_rank_major(weights, made, counts, slot)
         if group.config.checked:
             check_ids("topk_idx", self._topk_idx, group.config.num_experts)
+
+    def _check_rank_major(self, weights: Any, made: DispatchOutputs, counts: LayoutInfo, slot: int) -> None:
+        """Check what only a RANK_MAJOR dispatch has."""
+        import torch
+
+        group, seen, idx = self.group, self._seen, self._topk_idx
+        assert idx is not None   # checked before
+        counts.recv_topk_idx_kind = _member("layout_info.recv_topk_idx_kind", ExpertIdKind, counts.recv_topk_idx_kind)
+        if weights is None:
+            raise ValueError("topk_weights must be given to a RANK_MAJOR dispatch (inputs.topk_weights or topk_weights=)")
+        if not seen.same("dispatched_weights", weights) or weights.shape[0] != idx.shape[0]:
+            check_tensor("topk_weights", weights, (idx.shape[0], self.num_topk), (torch.float32,), group.comm.device, aligned=False)
+            seen.passed("dispatched_weights", weights)
+        if counts.src_rank_counters is not None and not seen.same("src_rank_counters", counts.src_rank_counters):
+            check_tensor("layout_info.src_rank_counters", counts.src_rank_counters, (group.num_ranks,), (torch.int32,), group.comm.device,
+                         aligned=False)
+            seen.passed("src_rank_counters", counts.src_rank_counters)
+        for name, value, dtype, offset in (("outputs.topk_idx", made.topk_idx, torch.int32, group.map.recv_ids),
+                                           ("outputs.topk_weights", made.topk_weights, torch.float32, group.map.recv_weights)):
+            if value is not None:
+                check_tensor(name, value, (*self._row_shape[:2], self.num_topk), (dtype,), group.comm.device, aligned=False)
+                self._check_place(name, value, slot, offset)
 
     # ---- combine -----------------------------------------------------------------------------------------------------
     def combine(self, inputs: CombineInputs | torch.Tensor, outputs: CombineOutputs | None = None, config: CombineConfig | None = None, *,
                 topk_weights: torch.Tensor | None = None) -> torch.Tensor:
         """Bring the experts' rows back and add them up. Collective, stream-ordered on the current stream.
 
-        ``out[t] = sum over k of weight[t, k] * row(t, k)``: fp32 fused multiply-adds in ascending k, one rounding; zero for a token without experts.
+        EXPERT_MAJOR: ``out[t] = sum over k of weight[t, k] * row(t, k)``: fp32 fused multiply-adds in ascending k, one rounding. RANK_MAJOR:
+        ``out[t] = sum over ranks of row(t, rank)``: fp32 additions in the order of each rank's first k, one rounding. Zero without experts.
 
         Args:
             inputs: expert outputs, placed as dispatch placed its rows, or `CombineInputs`.
@@ -273,21 +329,26 @@ class Handle:
             rows.copy_(given.tokens.detach())
         if made.tokens is None:
             made.tokens = self._new((self._num_tokens, self.group.config.hidden), None)
-        self._launch("ll_combine", slot, Status.GO, (weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens), (weights, made.tokens))
+        if self._rank_major:
+            self._launch("ll_combine", slot, Status.GO, (0, made.tokens.data_ptr(), self._num_tokens), (made.tokens,))
+        else:
+            self._launch("ll_combine", slot, Status.GO, (weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens), (weights, made.tokens))
         return made.tokens
 
     def _check_combine(self, given: CombineInputs, made: CombineOutputs, weights: Any, config: CombineConfig, slot: int) -> None:
         group, seen = self.group, self._seen
         _only_plain(config.send_only, config.pass_direction, config.quant_recipe == CombineQuant.NONE)
-        for name, value in (("inputs.topk_weights", given.topk_weights), ("inputs.scales", given.scales)):
+        for name, value in (("inputs.topk_weights", None if self._rank_major else given.topk_weights), ("inputs.scales", given.scales)):
             if value is not None:
-                _unwanted(name, value)
+                _unwanted(name, value, self.layout)
         if given.tokens is not self._row_views.get(slot):
             check_tensor("inputs.tokens", given.tokens, self._row_shape, (self._dtype,), group.comm.device)
             self._check_place("inputs.tokens", given.tokens, slot)
-        if weights is None:
+        if self._rank_major:
+            pass   # the caller's rows have their weights in them
+        elif weights is None:
             raise ValueError("topk_weights must be given to an EXPERT_MAJOR combine (outputs.topk_weights or topk_weights=)")
-        if not seen.same("topk_weights", weights) or weights.shape[0] != self._num_tokens:
+        elif not seen.same("topk_weights", weights) or weights.shape[0] != self._num_tokens:
             import torch
 
             check_tensor("topk_weights", weights, (self._num_tokens, self.num_topk), (torch.float32,), group.comm.device, aligned=False)
@@ -296,10 +357,10 @@ class Handle:
             check_tensor("outputs.tokens", made.tokens, (self._num_tokens, group.config.hidden), (self._dtype,), group.comm.device)
             seen.passed("combined", made.tokens)
 
-    def _check_place(self, name: str, rows: torch.Tensor, slot: int) -> None:
-        """Refuse rows that lie in the window, but not in this handle's slot."""
+    def _check_place(self, name: str, rows: torch.Tensor, slot: int, offset: int = 0) -> None:
+        """Refuse rows that lie in the window, but not in their place in this handle's slot."""
         plan, at = self.group.map, rows.data_ptr() - self.group.window.address
-        if 0 <= at < self.group.window.num_bytes and at != plan.slot(slot):
+        if 0 <= at < self.group.window.num_bytes and at != plan.slot(slot) + offset:
             held = (at - plan.slots) // plan.slot_bytes
             raise stale(f"{name} lies in slot {held} of the window, but this handle's last dispatch filled slot {slot}")
 
@@ -345,13 +406,29 @@ class Handle:
         return slot
 
     def _rows(self, slot: int) -> torch.Tensor:
-        """The rows of a slot as ``[L, R * M, hidden]``, the same tensor object unless something wrote a graph into it."""
+        """The rows of a slot, ``[L, R * M, hidden]`` or ``[R, M, hidden]``, the same tensor object unless something wrote a graph into it."""
         rows = self._row_views.get(slot)
         if rows is None or rows.requires_grad:
             begin = self.group.map.slot(slot)
-            size = self.group.map.slot_rows * self.group.config.row_bytes
+            size = self._row_shape[0] * self._row_shape[1] * self.group.config.row_bytes
             rows = self._row_views[slot] = self.group.window.memory[begin: begin + size].view(self._dtype).view(self._row_shape)
         return rows
+
+    def _routing(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Received ids and weights of a slot, ``[R, M, K]`` each."""
+        import torch
+
+        views = self._routing_views.get(slot)
+        if views is None:
+            plan, shape = self.group.map, (*self._row_shape[:2], self.num_topk)
+            size = 4 * plan.plane_rows * self.num_topk
+
+            def view(offset: int, dtype: torch.dtype) -> torch.Tensor:
+                begin = plan.slot(slot) + offset
+                return self.group.window.memory[begin: begin + size].view(dtype).view(shape)
+
+            views = self._routing_views[slot] = view(plan.recv_ids, torch.int32), view(plan.recv_weights, torch.float32)
+        return views
 
     def _new(self, shape: Sequence[int], dtype: str | None) -> torch.Tensor:
         import torch
@@ -359,30 +436,31 @@ class Handle:
         return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else self._dtype, device=self.group.comm.device)
 
     def _kernel(self, name: str) -> Kernel:
-        return self.group.kernel(name, self.num_topk, 8 if name == "ll_combine" else self._idx_bytes)
+        return self.group.kernel(name, self.num_topk, 8 if name == "ll_combine" else self._idx_bytes, self.layout)
 
-    def _launch(self, name: str, slot: int, status: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...]) -> None:
+    def _launch(self, name: str, slot: int, status: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...], global_ids: bool = False) -> None:
         """Submit one operation; `own` are the kernel's values between the record and the slot."""
         group = self.group
-        fixed = self._constants.get((name, slot))
+        fixed = self._constants.get((name, slot, global_ids))
         if fixed is None:
-            fixed = self._constants[(name, slot)] = self._fixed_values(name, slot)
+            fixed = self._constants[(name, slot, global_ids)] = self._fixed_values(name, slot, global_ids)
         values = (*fixed[:4], *own, *fixed[4:9], status, group.config.wait_ns)
         if group.comm.submit(self._kernel(name), values, group.num_blocks, name, tensors, refusing=status != Status.GO):
             group.check()
 
-    def _fixed_values(self, name: str, slot: int) -> tuple[int, ...]:
+    def _fixed_values(self, name: str, slot: int, global_ids: bool) -> tuple[int, ...]:
         """Kernel values that never change for a slot: first those before, then those after an operation's own."""
         group = self.group
         local, record = group.addresses()
-        kind = OpKind.DISPATCH if name == "ll_dispatch" else OpKind.COMBINE
+        kind = OpKind.COMBINE if name == "ll_combine" else OpKind.DISPATCH
         return (group.window.handle, group.rank, local, record, group.map.slot(slot), local + group.local_map.table(slot),
-                local + group.local_map.header(slot), self.id, group.signature(kind, self.layout, slot, self.num_topk))
+                local + group.local_map.header(slot), self.id, group.signature(kind, self.layout, slot, self.num_topk, global_ids))
 
     def refuse(self, name: str, slot: int, why: int) -> None:
         """Internal: take part in an operation this rank refuses, so that all ranks refuse it and epochs stay equal."""
         status = Status.REFUSED << 24 | why
-        self._launch(name, slot, status, (0, 0, 0, self.group.addresses()[1]) if name == "ll_dispatch" else (0, 0, 0), ())
+        none = {"ll_combine": 3, "ll_dispatch": 4, "ll_rank_major_dispatch": 6}[name]
+        self._launch(name, slot, status, (0,) * none, ())
 
 
 class _Refusing:
@@ -408,8 +486,6 @@ def _known_layout(layout: Layout) -> Layout:
         raise ValueError("layout must be set, got Layout.UNSET")
     if layout is Layout.FLAT:
         raise ValueError("layout must be EXPERT_MAJOR or RANK_MAJOR for a LOW_LATENCY group, got FLAT")
-    if layout is not Layout.EXPERT_MAJOR:
-        raise NotImplementedError(f"layout {layout.name} is not built yet for LOW_LATENCY; use Layout.EXPERT_MAJOR")
     return layout
 
 
@@ -427,8 +503,8 @@ def _check_kinds(*arguments: tuple[str, Any, type]) -> None:
             raise refused(TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}"), Refusal.TYPE)
 
 
-def _unwanted(name: str, value: object) -> None:
-    raise ValueError(f"{name} must be left out of a LOW_LATENCY EXPERT_MAJOR operation, got {type(value).__name__}")
+def _unwanted(name: str, value: object, layout: Layout) -> None:
+    raise ValueError(f"{name} must be left out of a LOW_LATENCY {layout.name} operation, got {type(value).__name__}")
 
 
 def _only_plain(send_only: bool, direction: PassDir, plain: bool) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ncclep_py.compiled import KERNELS, CompiledKernel, KernelSpec, compile_kernel, parameters_of
+from ncclep_py.config import Layout
 from ncclep_py.kernels.shape import KernelShape
 from ncclep_py.memory_map import align
 from ncclep_py.toolchain import check_loaded_nccl, nccl_header_version
@@ -39,9 +40,11 @@ FREE_SHARED_BYTES = 48 * 1024
 
 
 def shared_bytes(shape: KernelShape, max_tokens: int, grid: int) -> int:
-    """Dynamic shared memory of a block: two counters per expert, and a row number per (token, k) of the block."""
+    """Dynamic shared memory of a block: two counters per expert, and a row number per (token, k) of the block; RANK_MAJOR: two counters per rank,
+    and a row number, id and weight per (token, k)."""
     tokens_of_block = -(-max_tokens // grid)
-    needed = align(2 * 4 * shape.num_experts + 4 * tokens_of_block * shape.num_topk, 16)
+    counters, words = (shape.num_ranks, 3) if shape.layout is Layout.RANK_MAJOR else (shape.num_experts, 1)
+    needed = align(2 * 4 * counters + 4 * words * tokens_of_block * shape.num_topk, 16)
     if needed > MAX_SHARED_BYTES:
         raise ValueError(f"{shape.num_experts} experts and {tokens_of_block} tokens per block ({max_tokens} over {grid} blocks) with "
                          f"{shape.num_topk} experts each need {needed} bytes of shared memory, at most {MAX_SHARED_BYTES} are available: raise "

@@ -16,7 +16,7 @@ class OpKind(enum.IntEnum):
     CLOSE = 3
 
 
-_FIELDS = (("kind", 4), ("layout", 4), ("token_type", 4), ("recipe", 4), ("slot", 8), ("num_topk", 8), ("row_vectors", 20))
+_FIELDS = (("kind", 4), ("layout", 4), ("token_type", 4), ("recipe", 4), ("slot", 8), ("num_topk", 8), ("row_vectors", 20), ("global_ids", 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Signature:
         slot: payload slot.
         num_topk: K.
         row_vectors: 16-byte vectors of a row.
+        global_ids: numbering of the ids RANK_MAJOR receives, 0 from the receiver's first expert, 1 from the group's.
     """
 
     kind: int
@@ -40,6 +41,7 @@ class Signature:
     slot: int
     num_topk: int
     row_vectors: int
+    global_ids: int = 0
 
     def pack(self) -> int:
         """The signature as a non-negative integer below 2^63."""

@@ -45,7 +45,8 @@ def good(capsys: Any, *words: str) -> dict[str, Any]:
     result = json.loads(out)
     assert set(result) >= PROMISED
     assert result["verified"] is True and result["bitwise_equal_to_reference"] is True and result["max_abs_error"] == 0.0
-    assert (result["backend"], result["algorithm"], result["layout"]) == ("sim", "ll", "expert_major") and result["seconds"] > 0
+    layout = words[words.index("--layout") + 1] if "--layout" in words else "expert_major"
+    assert (result["backend"], result["algorithm"], result["layout"]) == ("sim", "ll", layout) and result["seconds"] > 0
     return result
 
 
@@ -104,6 +105,12 @@ def test_the_same_seed_gives_the_same_rows() -> None:
     assert not torch.equal(rows, demo.Layer(demo.Job(2, "sim", 4, 2, 16, 4, 4), torch.device("cpu")).rows(words))
 
 
+@pytest.mark.parametrize("sizes", [(), ("--ranks", "1"), ("--ranks", "3", "--experts", "9", "--topk", "5", "--tokens", "7")], ids=str)
+def test_rank_major(capsys: Any, sizes: tuple[str, ...]) -> None:
+    told = good(capsys, "--layout", "rank_major", *sizes)
+    assert told["layout"] == "rank_major" and told["bitwise_equal_to_reference"]
+
+
 def test_empty_texts(capsys: Any, text: Any, tmp_path: pathlib.Path) -> None:
     for content in ("", " \n\t\n"):
         assert "--text must hold at least one word" in bad(capsys, "--text", text(content))
@@ -113,8 +120,7 @@ def test_empty_texts(capsys: Any, text: Any, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(("words", "told"), [
     (["--algorithm", "ht"], "--algorithm ht is not built yet; use --algorithm ll"),
-    (["--layout", "rank_major"], "--layout rank_major is not built yet; use --layout expert_major"),
-    (["--layout", "flat"], "--layout flat is not built yet; use --layout expert_major"),
+    (["--layout", "flat"], "--layout flat is not built yet; use --layout expert_major or rank_major"),
     (["--ranks", "0"], "--ranks must be at least 1, got 0"),
     (["--experts", "-8"], "--experts must be at least 1, got -8"),
     (["--topk", "0"], "--topk must be at least 1, got 0"),

@@ -1116,7 +1116,6 @@ def test_bad_handles_are_refused_where_they_are_made_and_do_no_harm() -> None:
     bad: list[tuple[dict[str, Any], Any, str]] = [
         ({"layout": Layout.UNSET, "num_topk": 2}, ValueError, "layout must be set"),
         ({"layout": Layout.FLAT, "num_topk": 2}, ValueError, "layout must be EXPERT_MAJOR or RANK_MAJOR.*FLAT"),
-        ({"layout": Layout.RANK_MAJOR, "num_topk": 2}, NotImplementedError, "RANK_MAJOR is not built yet"),
         ({"layout": "flat", "num_topk": 2}, (ValueError, TypeError), "layout must be"),
         ({"layout": Layout.EXPERT_MAJOR}, ValueError, "needs topk_idx or num_topk"),
         ({"layout": Layout.EXPERT_MAJOR, "num_topk": 0}, ValueError, r"num_topk must be in \[1, 2\].*got 0"),
