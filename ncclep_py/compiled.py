@@ -10,7 +10,7 @@ from typing import Any
 from ncclep_py import cubin as cubin_file
 from ncclep_py import toolchain
 from ncclep_py.kernel_cache import KernelCache, digest_of
-from ncclep_py.kernels import ll_combine, ll_dispatch, ll_rank_major_dispatch
+from ncclep_py.kernels import ll_combine, ll_dispatch, ll_rank_major_dispatch, ll_staged
 from ncclep_py.kernels.shape import KernelShape
 
 __all__ = ["KERNELS", "CompiledKernel", "KernelSpec", "compile_kernel", "fingerprint", "parameters_of"]
@@ -19,6 +19,10 @@ KERNELS: dict[str, tuple[Callable[..., Callable[..., None]], tuple[str, ...]]] =
     "ll_dispatch": (ll_dispatch.make_ll_dispatch, ll_dispatch.PARAMETERS),
     "ll_combine": (ll_combine.make_ll_combine, ll_combine.PARAMETERS),
     "ll_rank_major_dispatch": (ll_rank_major_dispatch.make_ll_rank_major_dispatch, ll_rank_major_dispatch.PARAMETERS),
+    "ll_dispatch_send": (ll_staged.make_ll_dispatch_send, ll_staged.DISPATCH_SEND_PARAMETERS),
+    "ll_dispatch_complete": (ll_staged.make_ll_dispatch_complete, ll_staged.DISPATCH_COMPLETE_PARAMETERS),
+    "ll_combine_send": (ll_staged.make_ll_combine_send, ll_staged.COMBINE_SEND_PARAMETERS),
+    "ll_combine_complete": (ll_staged.make_ll_combine_complete, ll_staged.COMBINE_COMPLETE_PARAMETERS),
 }
 """Factory and run-time parameters by kernel name."""
 

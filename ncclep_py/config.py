@@ -165,6 +165,8 @@ class GroupConfig:
         max_recv_tokens_per_rank: HT budget of received rows; AUTO sizes by query. LL ignores it.
         max_num_sms: most streaming multiprocessors one operation may use; AUTO takes this rank's share of its GPU.
         num_slots: payload slots of the symmetric window, i.e. how many dispatches may be live at once.
+        num_staging_slots: staging slots for staged operations (``send_only``), each ``M * num_topk`` rows; 0 takes no memory and refuses
+            ``send_only``. w staged combines in flight need w of them, and 2w so that none waits for the slowest rank's last `Handle.complete`.
         timeout_ns: nanoseconds a device-side wait may last; AUTO is 100 s, as in the reference.
         checked: look at expert ids on the host before a dispatch (costs a host synchronisation) and raise if one is >= num_experts.
         max_token_bytes: most bytes of one dispatched row and its scales (QUANT_FWD); if set it must be at least ``hidden * itemsize``, which is what
@@ -180,6 +182,7 @@ class GroupConfig:
     max_recv_tokens_per_rank: int = AUTO
     max_num_sms: int = AUTO
     num_slots: int = 1
+    num_staging_slots: int = 0
     timeout_ns: int = AUTO
     checked: bool = False
     max_token_bytes: int = AUTO
@@ -192,6 +195,7 @@ class GroupConfig:
         _whole("max_recv_tokens_per_rank", self.max_recv_tokens_per_rank, 0)
         _whole("max_num_sms", self.max_num_sms, 0)
         _whole("num_slots", self.num_slots, 1, 64)
+        _whole("num_staging_slots", self.num_staging_slots, 0, 64)
         _whole("timeout_ns", self.timeout_ns, 0, 1 << 62)
         _whole("max_token_bytes", self.max_token_bytes, 0)
         object.__setattr__(self, "algorithm", _member("algorithm", Algorithm, self.algorithm))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ncclep_py.communicator import Communicator, Kernel
 from ncclep_py.config import Algorithm, GroupConfig, HandleConfig, Layout
 from ncclep_py.errors import Code, EpClosedError, EpError, EpRefusedError, ErrorRecord
-from ncclep_py.memory_map import RECORD_FIELDS, WORD, LocalMap, WindowMap, align
+from ncclep_py.memory_map import FLIGHT_NEXT, RECORD_FIELDS, WORD, LocalMap, WindowMap, align
 from ncclep_py.refusal import SENTENCES
 from ncclep_py.signature import OpKind, Signature
 
@@ -51,6 +51,7 @@ class Group:
         self._handle_ids = itertools.count(1)
         self.slot_owner: list[int] = [0] * config.num_slots   # handle id, 0: free
         self.slot_combined: list[bool] = [False] * config.num_slots
+        self.staging_owner: list[int] = [0] * config.num_staging_slots   # handle id while a staged combine is in flight, 0: free
         self._closed = False
         self.start_at(FIRST_EPOCH)
         comm.barrier()
@@ -166,6 +167,11 @@ class Group:
         memory, (begin, end) = self._window.memory, self.map.head_bank(epoch)
         memory[: self.map.slots].view(torch.int64).fill_(_tag(epoch - 1))
         memory[begin:end].view(torch.int64).fill_(_tag(epoch - 2))
+        plan, own = self.map, self.local_map
+        memory[plan.released: plan.released + plan.num_staging * self.num_ranks * WORD].view(torch.int64).fill_(_tag(epoch))
+        for i in range(plan.num_staging):
+            at = own.flight(self.config.num_slots + i) + FLIGHT_NEXT
+            self._local[at: at + WORD].view(torch.int64).fill_(epoch)
         self._local[self.local_map.epoch: self.local_map.epoch + WORD].view(torch.int64).fill_(epoch)
         self.comm.synchronize()
 
@@ -235,4 +241,5 @@ def table_of(local_map: LocalMap, slot: int, local: int) -> int:
 def bytes_per_rank(config: GroupConfig, num_ranks: int) -> dict[str, int]:
     """Device memory a group takes on each rank, by part, in bytes."""
     window, local = WindowMap.build(config, num_ranks), LocalMap.build(config)
-    return {"control": window.slots, "slots": window.num_slots * window.slot_bytes, "local": align(local.total_bytes, 1)}
+    return {"control": window.slots, "slots": window.num_slots * window.slot_bytes, "local": align(local.total_bytes, 1),
+            "origins": window.num_slots * window.origins_bytes, "staging": window.num_staging * window.staging_bytes}

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ncclep_py.arguments import Seen, check_ids, check_tensor, check_tokens, refusal_of, refused, stale
 from ncclep_py.config import CombineConfig, CombineQuant, DispatchConfig, DispatchQuant, ExpertIdKind, HandleConfig, Layout, PassDir, _member
 from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, Status
+from ncclep_py.flight import SENDS, Flight, fixed_values, take_stage
 from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind
 
@@ -144,8 +145,11 @@ class Handle:
         self._routing_views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dispatch_name = "ll_rank_major_dispatch" if self._rank_major else "ll_dispatch"
         self._dtype = group.config.token_type.torch_dtype()
-        self._constants: dict[tuple[str, int, bool], tuple[int, ...]] = {}
-        for name in (self._dispatch_name, "ll_combine"):
+        self._constants: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        self._flight: Flight | None = None
+        self._stage = 0
+        staged = group.config.num_staging_slots > 0 and not self._rank_major
+        for name in (self._dispatch_name, "ll_combine", *(SENDS.keys() | SENDS.values() if staged else ())):
             self._kernel(name)
         if topk_idx is not None:
             self.update(topk_idx)
@@ -190,13 +194,15 @@ class Handle:
             EpError: what a device reported about an earlier operation.
         """
         self._check_open("dispatch")
+        self._check_landed("dispatch")
         slot = self._take_slot()
+        name = "ll_dispatch_send" if isinstance(config, DispatchConfig) and config.send_only and self._stageable() else self._dispatch_name
         self._generation += 1
         given = inputs if isinstance(inputs, DispatchInputs) else DispatchInputs(inputs)
         made = outputs if isinstance(outputs, DispatchOutputs) else DispatchOutputs()
         counts = layout_info if isinstance(layout_info, LayoutInfo) else made.layout_info
         weights: Any = topk_weights if topk_weights is not None else given.topk_weights
-        with _Refusing(self, self._dispatch_name, slot):
+        with _Refusing(self, name, slot):
             self.group.raise_reported()
             _check_kinds(("outputs", outputs, DispatchOutputs), ("layout_info", layout_info, LayoutInfo), ("config", config, DispatchConfig))
             if topk_idx is not None:
@@ -214,28 +220,33 @@ class Handle:
         else:
             if counts.expert_counters is None:
                 counts.expert_counters = self._new((self.group.map.num_local_experts,), "int32")
-            self._launch(self._dispatch_name, slot, Status.GO, (tokens.data_ptr(), idx.data_ptr(), num_tokens, counts.expert_counters.data_ptr()),
+            self._launch(name, slot, Status.GO, (tokens.data_ptr(), idx.data_ptr(), num_tokens, counts.expert_counters.data_ptr()),
                          (tokens, idx, counts.expert_counters))
         self._num_tokens = num_tokens   # only now: a dispatch known to be refused leaves the earlier one to combine
-        received = self._rows(slot)
+        received, late = self._rows(slot), None
         if made.tokens is None:
             made.tokens = received
+        elif name == "ll_dispatch_send":
+            late = received
         elif made.tokens.data_ptr() != received.data_ptr():
             made.tokens.detach().copy_(received)
         if self._rank_major:
-            for name, routing in zip(("topk_idx", "topk_weights"), self._routing(slot)):   # noqa: B905  (two each)
-                held = getattr(made, name)
+            for field, routing in zip(("topk_idx", "topk_weights"), self._routing(slot)):   # noqa: B905  (two each)
+                held = getattr(made, field)
                 if held is None:
-                    setattr(made, name, routing)
+                    setattr(made, field, routing)
                 elif held.data_ptr() != routing.data_ptr():
                     held.detach().copy_(routing)
         made.layout_info, made.generation = counts, self._generation
+        if name == "ll_dispatch_send":
+            self._flight = Flight(SENDS[name], slot, (), (tokens, idx, counts.expert_counters, made.tokens), made, late)
         return made
 
     def _check_dispatch(self, given: DispatchInputs, weights: Any, made: DispatchOutputs, counts: LayoutInfo, config: DispatchConfig,
                         slot: int) -> None:
         group, seen = self.group, self._seen
-        _only_plain(config.send_only, config.pass_direction, config.quant_recipe == DispatchQuant.NONE)
+        self._check_staged(config.send_only)
+        _only_plain(config.pass_direction, config.quant_recipe == DispatchQuant.NONE)
         unwanted: tuple[tuple[str, Any], ...] = (("inputs.scales", given.scales), ("outputs.scales", made.scales))
         if self._rank_major:
             unwanted += (("layout_info.expert_counters", counts.expert_counters),)
@@ -310,25 +321,35 @@ class Handle:
             EpError: what a device reported about an earlier operation.
         """
         self._check_open("combine")
+        self._check_landed("combine")
         if self._slot < 0 or self.group.slot_owner[self._slot] not in (self.id, -self.id):
             raise EpError("combine needs a dispatch of this handle before it; its slot was never filled or went to another handle")
         slot = self._slot
-        if self.group.slot_combined[slot]:   # peers may still be pulling from this slot: meet first, on all ranks alike
+        staged = isinstance(config, CombineConfig) and config.send_only and self._stageable()
+        name = "ll_combine_send" if staged else "ll_combine"
+        if staged:
+            self._stage = take_stage(self.group, self.id)
+        elif self.group.slot_combined[slot]:   # peers may still be pulling from this slot: meet first, on all ranks alike
             self.group.rendezvous(OpKind.COMBINE)
         given = inputs if isinstance(inputs, CombineInputs) else CombineInputs(inputs)
         made = outputs if isinstance(outputs, CombineOutputs) else CombineOutputs()
         weights: Any = topk_weights if topk_weights is not None else made.topk_weights
         # free for others, but still mine to combine again; also if this call raises, since peers may not know of that yet
-        self.group.slot_combined[slot], self.group.slot_owner[slot] = True, -self.id
-        with _Refusing(self, "ll_combine", slot):
+        self.group.slot_combined[slot], self.group.slot_owner[slot] = self.group.slot_combined[slot] or not staged, -self.id
+        with _Refusing(self, name, slot):
             self.group.raise_reported()
             _check_kinds(("outputs", outputs, CombineOutputs), ("config", config, CombineConfig))
             self._check_combine(given, made, weights, config or CombineConfig(), slot)
+        if made.tokens is None:
+            made.tokens = self._new((self._num_tokens, self.group.config.hidden), None)
+        if staged:
+            held = (weights, made.tokens)
+            self._launch(name, slot, Status.GO, (given.tokens.data_ptr(), self._num_tokens), (given.tokens,))
+            self._flight = Flight(SENDS[name], self._stage, (weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens), held, made.tokens)
+            return made.tokens
         rows = self._rows(slot)
         if given.tokens.data_ptr() != rows.data_ptr():
             rows.copy_(given.tokens.detach())
-        if made.tokens is None:
-            made.tokens = self._new((self._num_tokens, self.group.config.hidden), None)
         if self._rank_major:
             self._launch("ll_combine", slot, Status.GO, (0, made.tokens.data_ptr(), self._num_tokens), (made.tokens,))
         else:
@@ -337,7 +358,8 @@ class Handle:
 
     def _check_combine(self, given: CombineInputs, made: CombineOutputs, weights: Any, config: CombineConfig, slot: int) -> None:
         group, seen = self.group, self._seen
-        _only_plain(config.send_only, config.pass_direction, config.quant_recipe == CombineQuant.NONE)
+        self._check_staged(config.send_only)
+        _only_plain(config.pass_direction, config.quant_recipe == CombineQuant.NONE)
         for name, value in (("inputs.topk_weights", None if self._rank_major else given.topk_weights), ("inputs.scales", given.scales)):
             if value is not None:
                 _unwanted(name, value, self.layout)
@@ -364,9 +386,41 @@ class Handle:
             held = (at - plan.slots) // plan.slot_bytes
             raise stale(f"{name} lies in slot {held} of the window, but this handle's last dispatch filled slot {slot}")
 
-    def complete(self, config: Any = None) -> None:
-        """Finish a staged operation; without one, nothing happens (staged operations are not built yet)."""
+    def complete(self, config: Any = None) -> Any:
+        """Enqueue the complete half of this handle's staged operation (``send_only``); without one, nothing happens. Stream-ordered.
+
+        A dispatch's rows and counts, or a combine's tokens, are valid after it; every tensor of the call is kept until then. Collective in that
+        every rank must come here before a staging slot is used again. With several operations in flight, handles may be completed in any order.
+
+        Returns:
+            What the staged call returned (the same object), or None.
+
+        Raises:
+            EpError: what a device reported about an earlier operation; the complete half is enqueued all the same.
+        """
         self._check_open("complete")
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return None
+        if flight.name == "ll_combine_complete":
+            self.group.staging_owner[flight.slot] = 0
+        self._land(flight.name, flight.slot, flight.own, flight.tensors)
+        if flight.copy_from is not None and flight.copy_from.data_ptr() != flight.result.tokens.data_ptr():
+            flight.result.tokens.detach().copy_(flight.copy_from)
+        self.group.raise_reported()
+        return flight.result
+
+    def _land(self, name: str, slot: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...]) -> None:
+        """Submit a complete half."""
+        group = self.group
+        values = (*self._fixed(name, slot, slot), group.config.wait_ns)
+        blocks = 1 if name == "ll_dispatch_complete" else group.num_blocks
+        group.comm.submit(self._kernel(name), (*values[:4], *own, *values[4:]), blocks, name, tensors)
+        if self.group.comm.backend == "nccl" and not group.comm.capturing():
+            import torch
+
+            for tensor in tensors:
+                tensor.record_stream(torch.cuda.current_stream())   # it may be freed now, by a stream that knows nothing of this one
 
     def close(self) -> None:
         """Give the slot back; local and idempotent. GPU work on it must be done or stream-ordered before what comes next."""
@@ -390,6 +444,19 @@ class Handle:
             raise EpClosedError(f"cannot {what}: the handle is closed")
         if self.group._closed:
             raise EpClosedError(f"cannot {what}: the group is closed")
+
+    def _check_landed(self, what: str) -> None:
+        if self._flight is not None:
+            raise EpError(f"cannot {what}: the handle's {self._flight.name.split('_')[1]} is in flight; call complete() first, or use another handle")
+
+    def _stageable(self) -> bool:
+        return bool(self.group.staging_owner) and not self._rank_major
+
+    def _check_staged(self, send_only: bool) -> None:
+        if send_only and self._rank_major:
+            raise NotImplementedError("send_only is not built yet for RANK_MAJOR")
+        if send_only and not self.group.staging_owner:
+            raise ValueError("send_only needs staging slots: set GroupConfig.num_staging_slots, two per operation in flight")
 
     def _take_slot(self) -> int:
         """A slot for a new dispatch, by the same rule on every rank: this handle's own if it still has one, else the first free one."""
@@ -436,30 +503,44 @@ class Handle:
         return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else self._dtype, device=self.group.comm.device)
 
     def _kernel(self, name: str) -> Kernel:
-        return self.group.kernel(name, self.num_topk, 8 if name == "ll_combine" else self._idx_bytes, self.layout)
+        return self.group.kernel(name, self.num_topk, self._idx_bytes if name in (self._dispatch_name, "ll_dispatch_send") else 8, self.layout)
 
     def _launch(self, name: str, slot: int, status: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...], global_ids: bool = False) -> None:
         """Submit one operation; `own` are the kernel's values between the record and the slot."""
         group = self.group
-        fixed = self._constants.get((name, slot, global_ids))
-        if fixed is None:
-            fixed = self._constants[(name, slot, global_ids)] = self._fixed_values(name, slot, global_ids)
-        values = (*fixed[:4], *own, *fixed[4:9], status, group.config.wait_ns)
-        if group.comm.submit(self._kernel(name), values, group.num_blocks, name, tensors, refusing=status != Status.GO):
+        fixed = self._fixed(name, slot, self._stage, global_ids)
+        values = (*fixed[:4], *own, *fixed[4:], status, group.config.wait_ns)
+        refused_here = group.comm.submit(self._kernel(name), values, group.num_blocks, name, tensors, refusing=status != Status.GO)
+        if name == "ll_combine_send" and (refused_here or status != Status.GO):   # over on this rank: nobody will call complete
+            group.staging_owner[self._stage] = 0
+            self._land(SENDS[name], self._stage, (0, 0, 0), ())
+        if refused_here:
             group.check()
 
-    def _fixed_values(self, name: str, slot: int, global_ids: bool) -> tuple[int, ...]:
+    def _fixed(self, name: str, slot: int, stage: int, global_ids: bool = False) -> tuple[int, ...]:
+        key = (name, slot, stage if name in SENDS else int(global_ids))
+        fixed = self._constants.get(key)
+        if fixed is None:
+            fixed = self._constants[key] = self._fixed_values(name, slot, stage, global_ids)
+        return fixed
+
+    def _fixed_values(self, name: str, slot: int, stage: int, global_ids: bool) -> tuple[int, ...]:
         """Kernel values that never change for a slot: first those before, then those after an operation's own."""
         group = self.group
         local, record = group.addresses()
+        first = (group.window.handle, group.rank, local, record)
+        if name in SENDS or name in SENDS.values():
+            return first + fixed_values(self, name, slot, stage)
         kind = OpKind.COMBINE if name == "ll_combine" else OpKind.DISPATCH
-        return (group.window.handle, group.rank, local, record, group.map.slot(slot), local + group.local_map.table(slot),
-                local + group.local_map.header(slot), self.id, group.signature(kind, self.layout, slot, self.num_topk, global_ids))
+        plan, own = group.map, group.local_map
+        more = (plan.origin(slot), local + own.keep(slot)) if name == "ll_dispatch" else ()
+        return (*first, plan.slot(slot), local + own.table(slot), local + own.header(slot), *more, self.id,
+                group.signature(kind, self.layout, slot, self.num_topk, global_ids))
 
     def refuse(self, name: str, slot: int, why: int) -> None:
         """Internal: take part in an operation this rank refuses, so that all ranks refuse it and epochs stay equal."""
         status = Status.REFUSED << 24 | why
-        none = {"ll_combine": 3, "ll_dispatch": 4, "ll_rank_major_dispatch": 6}[name]
+        none = {"ll_combine": 3, "ll_dispatch": 4, "ll_rank_major_dispatch": 6, "ll_dispatch_send": 4, "ll_combine_send": 2}[name]
         self._launch(name, slot, status, (0,) * none, ())
 
 
@@ -478,6 +559,8 @@ class _Refusing:
                 self.handle.refuse(self.name, self.slot, refusal_of(error))
             except EpRefusedError:   # another rank refuses the same call; my own error says more
                 pass
+        elif error is not None and self.name == "ll_combine_send":   # no operation: nothing flies
+            self.handle.group.staging_owner[self.handle._stage] = 0
 
 
 def _known_layout(layout: Layout) -> Layout:
@@ -507,12 +590,10 @@ def _unwanted(name: str, value: object, layout: Layout) -> None:
     raise ValueError(f"{name} must be left out of a LOW_LATENCY {layout.name} operation, got {type(value).__name__}")
 
 
-def _only_plain(send_only: bool, direction: PassDir, plain: bool) -> None:
+def _only_plain(direction: PassDir, plain: bool) -> None:
     """Refuse what is not built or does not exist."""
     if direction is not PassDir.FWD:
         raise ValueError(f"pass_direction must be FWD in LOW_LATENCY, got {PassDir(direction).name}")
-    if send_only:
-        raise NotImplementedError("send_only is not built yet")
     if not plain:
         raise NotImplementedError("quantisation recipes are not built yet")
 

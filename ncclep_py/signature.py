@@ -14,6 +14,8 @@ class OpKind(enum.IntEnum):
     DISPATCH = 1
     COMBINE = 2
     CLOSE = 3
+    STAGED_DISPATCH = 4
+    STAGED_COMBINE = 5
 
 
 _FIELDS = (("kind", 4), ("layout", 4), ("token_type", 4), ("recipe", 4), ("slot", 8), ("num_topk", 8), ("row_vectors", 20), ("global_ids", 1))

@@ -30,8 +30,10 @@ def cache(tmp_path_factory):
         yield
 
 
-def shape(dtype: str = "bf16", idx_bytes: int = 8, num_topk: int = 8, ranks: int = 8, layout: Layout = Layout.EXPERT_MAJOR) -> KernelShape:
-    config = GroupConfig(num_experts=128, max_dispatch_tokens_per_rank=128, hidden=7168, dtype=DTYPES[dtype], num_topk=num_topk)
+def shape(dtype: str = "bf16", idx_bytes: int = 8, num_topk: int = 8, ranks: int = 8, layout: Layout = Layout.EXPERT_MAJOR,
+          staging: int = 0) -> KernelShape:
+    config = GroupConfig(num_experts=128, max_dispatch_tokens_per_rank=128, hidden=7168, dtype=DTYPES[dtype], num_topk=num_topk,
+                         num_staging_slots=staging)
     return KernelShape.build(config, ranks, num_topk, idx_bytes, layout)
 
 
@@ -64,6 +66,13 @@ def test_rank_major_kernel_fits(name, dtype, idx_bytes):
     fits(launch.compile_kernel(launch.KernelSpec(name, shape(dtype, idx_bytes, 32, 1, Layout.RANK_MAJOR))))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["ll_dispatch", *(n for n in launch.KERNELS if n.endswith(("_send", "_complete")))])
+def test_kernel_fits_with_staging(name, dtype):
+    fits(launch.compile_kernel(launch.KernelSpec(name, shape(dtype, staging=4))))
+    fits(launch.compile_kernel(launch.KernelSpec(name, shape(dtype, num_topk=32, ranks=1, staging=4))))
+
+
 @functools.cache
 def supported() -> set[int]:
     from cuda.bindings import nvrtc
@@ -82,7 +91,7 @@ def test_kernel_fits_on_other_architectures(name, arch):
 def test_rows_move_in_16_byte_vectors():
     ptx = toolchain.compile_device("sm_90", "ptx").decode()
     bodies = {m[1]: m[2] for m in re.finditer(r"ep_(\w+)\([^{]*\{(.*?)\n\}", ptx, re.DOTALL)}
-    for name in ("scatter_row", "gather_row", "sum_row"):
+    for name in ("scatter_row", "gather_row", "sum_row", "push_row", "reduce_row"):
         loads, stores = re.findall(r"\bld\.global\S*\.v4\.u32", bodies[name]), re.findall(r"\bst\.global\S*\.v4\.u32", bodies[name])
         narrow = re.findall(r"\bst(?:\.global)?\.[ufb](?:8|16|32|64)\b", bodies[name])
         assert len(loads) >= 4 and len(stores) >= 2 and not narrow

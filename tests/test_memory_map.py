@@ -94,7 +94,7 @@ def test_every_number_of_ranks_and_local_experts() -> None:
 def _sizes(experts: int, tokens: int, row_bytes: int, slots: int) -> Any:
     """What the plan reads of a config; beyond a real one's limits, too."""
     return types.SimpleNamespace(num_experts=experts, max_dispatch_tokens_per_rank=tokens, row_bytes=row_bytes, token_bytes=row_bytes,
-                                 num_slots=slots, num_topk=8)
+                                 num_slots=slots, num_topk=8, num_staging_slots=0)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 5, 31, 33, 63, 65, 127, 129, 4095, 4097])
@@ -154,6 +154,38 @@ def test_local_regions(slots: int, tokens: int, topk: int) -> None:
     assert plan.header(slots) + 16 <= plan.tables                      # one header more, for operations without a slot
     assert plan.table_bytes >= 4 * tokens * topk and all(plan.table(i) % 128 == 0 for i in range(slots))
     assert all(plan.header(i) % 16 == 0 for i in range(slots + 1))
+
+
+def test_staging_by_hand() -> None:
+    """R=8, M=128, E=256, H=7168, K=8: FLIGHTS of 1 + 4 slots, two banks of counts, ORIGINS of 32768 rows, staging slots of 1024 rows."""
+    plan = WindowMap.build(config(256, 128, 7168, 8, num_staging_slots=4), 8)
+    assert (plan.counts, plan.count_bank_bytes) == (384, 16384)
+    assert plan.flights == 33152 and plan.flight(4) == 33152 + 4 * 256   # 384 + 2 x 16384; 2 banks x 8 ranks x 16 bytes each
+    assert plan.released == 34432 and plan.release(3) == 34432 + 3 * 64
+    assert plan.slots == 34816                                           # 34432 + 4 x 64 = 34688, then the next multiple of 1024
+    assert plan.origins == 34816 + plan.slot_bytes and plan.origins_bytes == 131072
+    assert plan.staging_bytes == 14_680_064 and plan.total_bytes == plan.origins + 131072 + 4 * 14_680_064
+    local = LocalMap.build(config(256, 128, 7168, 8, num_staging_slots=4))
+    assert (local.kept, local.flights) == (512 + 4096, 512 + 4096 + 1024) and local.copies == local.flights + 5 * 128
+    assert local.total_bytes == local.copies + 4 * 4096
+
+
+@pytest.mark.parametrize("staging", [1, 2, 5])
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_staging_regions(ranks: int, slots: int, staging: int) -> None:
+    c = config(ranks * 3, 5, 24, 3, num_slots=slots, num_staging_slots=staging)
+    plan, local = WindowMap.build(c, ranks), LocalMap.build(c)
+    for regions, total in ((plan.regions(), plan.total_bytes), (local.regions(), local.total_bytes)):
+        for (_, begin, end), (_, following, _) in zip(regions, regions[1:], strict=False):
+            assert begin < end <= following
+        assert regions[-1][2] == total
+    named = {name: (begin, end) for name, begin, end in plan.regions()}
+    assert named["COUNTS"][1] - plan.counts >= 2 * plan.count_bank_bytes and plan.count_bank_bytes >= ranks * 3 * ranks * WORD
+    assert named["FLIGHTS"][1] - plan.flights >= (slots + staging) * HEAD_BANKS * ranks * HEAD_BYTES
+    assert named["RELEASED"][1] - plan.released >= staging * ranks * WORD and plan.flight(0) % HEAD_BYTES == plan.release(0) % WORD == 0
+    assert plan.origins_bytes >= 4 * plan.slot_rows and plan.staging_bytes >= 5 * 3 * plan.row_bytes and plan.stage(0) % SLOT_ALIGNMENT == 0
+    assert WindowMap.build(config(ranks * 3, 5, 24, 3, num_slots=slots), ranks).total_bytes < plan.total_bytes
 
 
 def test_align() -> None:

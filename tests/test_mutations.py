@@ -98,16 +98,16 @@ ARRIVED = """                if warp_idx() == 0:
                     publish_arrived(window, ARRIVED, rank, RANKS, epoch)
                 code = wait_arrived(window, ARRIVED, rank, RANKS, epoch, fail, record, timeout)
 """
-SUM = "code = sum_counts(window, COUNTS, rank, RANKS, EXPERTS, epoch, PLANE_ROWS, expert_counters, fail, record, timeout)"
+SUM = "code = sum_counts(window, counts, rank, RANKS, EXPERTS, epoch, PLANE_ROWS, expert_counters, fail, record, timeout)"
 SUM_LATE = ARRIVED + "                if code == 0:\n                    " + SUM + "\n"
 
 DISPATCH_MUTANTS = {
     "no wait_heads": [(WAIT_HEADS, "code = 0")],
-    "no wait_counts": [("code = wait_counts(window, COUNTS, rank, RANKS, EXPERTS, epoch, fail, record, timeout)", "code = 0")],
+    "no wait_counts": [("code = wait_counts(window, counts, rank, RANKS, EXPERTS, epoch, fail, record, timeout)", "code = 0")],
     "no wait_arrived": [("code = wait_arrived(window, ARRIVED, rank, RANKS, epoch, fail, record, timeout)", "code = 0")],
     "no publish_head": [(HEAD, "")],
     "no publish_arrived": [("publish_arrived(window, ARRIVED, rank, RANKS, epoch)\n", "pass\n")],
-    "no publish_counts": [("        publish_counts(window, COUNTS, rank, RANKS, EXPERTS, epoch)\n", "")],
+    "no publish_counts": [("        publish_counts(window, counts, rank, RANKS, EXPERTS, epoch)\n", "")],
     "no store_header": [("store_header(header, epoch, handle)\n", "pass\n")],
     "no advance_epoch": [("                advance_epoch(local + EPOCH, epoch)\n", "")],
     "every block is the last": [("last_block(local + BLOCKS_DONE) == 1", "1 == 1")],
@@ -147,7 +147,8 @@ def test_combine_mutant_is_red(name: str) -> None:
 
 
 # ---- effects -----------------------------------------------------------------------------------------------------------------
-OTHER_PROGRAMS = {"count_ranks", "assign_ranks", "send_routing", "publish_arrived_rows", "take_arrived_rows", "sum_row"}
+STAGED = {"count_bank", "outcome", "keep_counters", "store_origins", "copy_table", "count_rows", "push_row", "reduce_row"}   # tests/test_staged.py
+OTHER_PROGRAMS = {"count_ranks", "assign_ranks", "send_routing", "publish_arrived_rows", "take_arrived_rows", "sum_row"} | STAGED
 """Operations that the programs of this file do not use; their mutants stand in tests of their own."""
 
 

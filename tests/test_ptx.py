@@ -23,7 +23,8 @@ from ncclep_py import toolchain
 from ncclep_py.kernels.ops import OPS, Op
 
 POINTERS = ("word", "header", "counter", "fail", "record", "topk_idx", "tokens", "weights", "out", "table", "expert_counters",
-            "heads", "arrived", "counts", "slot", "topk_weights", "slot_ids", "slot_weights", "src_rank_counters")
+            "heads", "arrived", "counts", "slot", "topk_weights", "slot_ids", "slot_weights", "src_rank_counters", "kept", "copied", "origins",
+            "rows", "staging")
 NOUN = {"word": "epoch", "counter": "blocks_done", "counts": "count", "heads": "head"}   # parameter -> noun, where they differ
 SYNONYM = {"signature": "head"}   # two words of one HEAD; loads cannot be told apart, stores by what they store
 FAILURE = {"ld.relaxed.gpu fail", "atom.relaxed.gpu fail", "ld.volatile record", "st.volatile record", "membar.sys", "fence.sc.sys"}
@@ -334,10 +335,16 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     "fence is empty": (None, 'asm volatile("fence.acq_rel.sys;" ::: "memory")', 'asm volatile("" ::: "memory")', FENCES),
     "count_in is relaxed": (None, "atom.acq_rel.gpu.global.inc", "atom.relaxed.gpu.global.inc", {"last_block"}),
     "count_in has block scope": (None, "atom.acq_rel.gpu.global.inc", "atom.acq_rel.cta.global.inc", {"last_block"}),
-    "FAIL is read plainly": (None, "ld.relaxed.gpu.global.u64", "ld.global.u64", MAY_FAIL | {"op_code", "publish_abort"}),
+    "FAIL is read plainly": (None, "ld.relaxed.gpu.global.u64", "ld.global.u64", MAY_FAIL | {"op_code", "publish_abort", "outcome"}),
     "FAIL is claimed within a block": (None, "atom.relaxed.gpu.global.cas", "atom.relaxed.cta.global.cas", MAY_FAIL),
     "rows of the window through the read-only cache": (None, "ld.global.L1::no_allocate.v4.u32", "ld.global.nc.L1::no_allocate.v4.u32",
-                                                       {"gather_row", "sum_row"}),
+                                                       {"gather_row", "sum_row", "push_row", "reduce_row"}),
+    "count_rows: no barrier after": ("count_rows", "  }\n  __syncthreads();", "  }", {"count_rows"}),
+    "reduce_row: row table through the read-only cache": ("reduce_row", "((const int*)table)[at]", "__ldg((const int*)table + at)", {"reduce_row"}),
+    "push_row: origins through the read-only cache": ("push_row", "*(const u32*)peer_at(window, origins + 4 * place, rank)",
+                                                      "__ldg((const u32*)peer_at(window, origins + 4 * place, rank))", {"push_row"}),
+    "outcome: FAIL is read plainly": ("outcome", "load_relaxed_gpu(fail)", "*(const u64*)fail", {"outcome"}),
+    "store_origins: volatile": ("store_origins", "*(int*)to", "*(volatile int*)to", {"store_origins"}),
     "record: no fence before its code": (None, "  __threadfence_system();\n", "", MAY_FAIL),
     "record: code first": (None, "  #pragma unroll\n  for (int i = 0; i < 7; ++i) r[1 + i]",
                            "  r[0] = code;\n  #pragma unroll\n  for (int i = 0; i < 7; ++i) r[1 + i]", MAY_FAIL),

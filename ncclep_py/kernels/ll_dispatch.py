@@ -13,8 +13,8 @@ from ncclep_py.kernels.shape import KernelShape
 
 __all__ = ["PARAMETERS", "make_ll_dispatch"]
 
-PARAMETERS = ("window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "expert_counters", "slot", "table", "header", "handle",
-              "signature", "status", "timeout")
+PARAMETERS = ("window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "expert_counters", "slot", "table", "header", "origins",
+              "kept", "handle", "signature", "status", "timeout")
 """Run-time values of a launch, all 64-bit integers."""
 
 
@@ -31,33 +31,44 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]
         ops.count_experts, ops.publish_counts, ops.wait_counts, ops.assign_rows, ops.sum_counts)
     scatter_row, publish_arrived, wait_arrived = ops.scatter_row, ops.publish_arrived, ops.wait_arrived
     last_block, op_code, store_header = ops.last_block, ops.op_code, ops.store_header
+    # for staged combines only: where each row came from, and how many there are
+    STAGED, COUNT_BANK = shape.window.num_staging > 0, shape.window.count_bank_bytes
+    LOCAL_EXPERTS, PLACES = EXPERTS // RANKS, PLANE_ROWS // RANKS * TOPK
+    count_bank, store_origins, keep_counters = ops.count_bank, ops.store_origins, ops.keep_counters
 
-    def ll_dispatch(window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, slot, table, header, handle,  # noqa: ANN001, ANN202
-                    signature, status, timeout):
+    def ll_dispatch(window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, slot, table, header, origins,  # noqa: ANN001, ANN202
+                    kept, handle, signature, status, timeout):
         epoch, fail = read_epoch(local + EPOCH), local + FAIL
         first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
+        counts = count_bank(COUNTS, COUNT_BANK, epoch)
         # ---- 1 head: everything my stream did before is done ---------------------------------------------------------
         if block_idx() == 0:
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
         # ---- 2 count: my rows per expert, told to everybody ----------------------------------------------------------
         count_experts(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, first, end)
-        publish_counts(window, COUNTS, rank, RANKS, EXPERTS, epoch)
+        publish_counts(window, counts, rank, RANKS, EXPERTS, epoch)
         # ---- 3 wait: nobody's memory is touched before all ranks are here ----------------------------------------------
         code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
         if code == 0:
-            code = wait_counts(window, COUNTS, rank, RANKS, EXPERTS, epoch, fail, record, timeout)
+            code = wait_counts(window, counts, rank, RANKS, EXPERTS, epoch, fail, record, timeout)
         # ---- 4 rows --------------------------------------------------------------------------------------------------
         if code == 0:
             assign_rows(topk_idx, IDX_BYTES, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, part, table, rank, epoch, fail, record)
             begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
             for token in range(warp_token(num_tokens), end, token_step(num_tokens)):
                 scatter_row(window, slot, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, begin, stop)
+                if STAGED:
+                    if begin == 0:
+                        if stop > 0:   # one of the warps on this row
+                            store_origins(window, origins, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, rank, PLACES)
         # ---- 5 arrived: the last block speaks for the rank -------------------------------------------------------------
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)
             if code == 0:
-                code = sum_counts(window, COUNTS, rank, RANKS, EXPERTS, epoch, PLANE_ROWS, expert_counters, fail, record, timeout)
+                code = sum_counts(window, counts, rank, RANKS, EXPERTS, epoch, PLANE_ROWS, expert_counters, fail, record, timeout)
+                if STAGED:
+                    keep_counters(expert_counters, kept, LOCAL_EXPERTS)
             if code == 0:
                 if warp_idx() == 0:
                     publish_arrived(window, ARRIVED, rank, RANKS, epoch)

@@ -153,7 +153,7 @@ class Simulator:
             return
         del self._entered[window, epoch]
         operation = Signature.unpack(signature)
-        if operation.kind != OpKind.DISPATCH or -1 in ranks:
+        if operation.kind not in (OpKind.DISPATCH, OpKind.STAGED_DISPATCH) or -1 in ranks:
             return
         for region in self.windows[window]:
             for part in region.parts:

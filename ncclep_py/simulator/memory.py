@@ -98,7 +98,8 @@ class Region:
 
     def _add(self, name: str, begin: int, end: int) -> None:
         if begin < end:
-            payload = name.startswith("SLOT") and name != "SLOT_HEADERS" or (name == self.name and self.kind == LOCAL and end - begin >= LARGE)
+            large = name == self.name and self.kind == LOCAL and end - begin >= LARGE
+            payload = large or name.startswith(("SLOT", "STAGING")) and name != "SLOT_HEADERS"
             self.parts.append(Part(name, begin, end, PAYLOAD_GRANULE if payload else CONTROL_GRANULE))
 
     def split(self, begin: int, end: int) -> Iterator[tuple[Part, int, int]]:

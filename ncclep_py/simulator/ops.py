@@ -12,7 +12,7 @@ from greenlet import getcurrent
 
 from ncclep_py.errors import SPREADS, Code, Phase, Status
 from ncclep_py.kernels.ops import OPS, Vocabulary
-from ncclep_py.simulator import rank_ops, routing_ops
+from ncclep_py.simulator import rank_ops, routing_ops, staged_ops
 from ncclep_py.simulator.call import Access, Call
 from ncclep_py.simulator.share import Share
 from ncclep_py.simulator.task import Task
@@ -38,7 +38,8 @@ def _operation(sim: Simulator, name: str, effects: Sequence[str]) -> Callable[..
     """The function a kernel calls."""
     op = OPS[name]
     call = Call(sim, name, effects, op.scope, op.scope == "block" and "bar.sync" in op.effects)
-    implementation: Implementation = getattr(routing_ops, name, None) or getattr(rank_ops, name, None) or globals()["_" + name]
+    modules = (routing_ops, rank_ops, staged_ops)
+    implementation: Implementation = next((getattr(m, name) for m in modules if hasattr(m, name)), None) or globals()["_" + name]
     arity = len(op.parameters)
 
     def operation(*args: int) -> int:
@@ -166,7 +167,8 @@ def _publish_head(call: Call, task: Task, window: int, heads: int, rank: int, nu
     at = _head(heads, num_ranks, rank, epoch)
 
     def head(access: Access) -> None:
-        call.sim.entered(window, rank, epoch, signature, status == 0)
+        if call.sim.windows[window][rank].part(call.sim.peer_address(task, window, at, rank)).name == "HEAD":   # not a flight's word
+            call.sim.entered(window, rank, epoch, signature, status == 0)
         _to_all(call, task, access, window, at + 8, num_ranks, tagged(epoch, status))
 
     return call.perform(task, (window, heads, rank, num_ranks, epoch, signature, status), {

@@ -16,6 +16,7 @@ from ncclep_py.config import GroupConfig, Layout
 from ncclep_py.errors import Code, ErrorRecord
 from ncclep_py.kernels import ll_combine, ll_dispatch
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.memory_map import FLIGHT_NEXT
 from ncclep_py.reference import ll_expert_major_combine, ll_expert_major_dispatch
 from ncclep_py.signature import OpKind, Signature
 from ncclep_py.simulator.engine import Simulator
@@ -97,11 +98,15 @@ class Program:
         self.windows = [np.zeros(plan.total_bytes, np.uint8) for _ in self.ranks]
         for window in self.windows:   # as an earlier operation would have left them
             window[:plan.slots].view(np.uint64)[:] = (epoch - 1 & 0xFFFFFFFF) << 32
+            window[plan.released:plan.released + plan.num_staging * sim.num_ranks * 8].view(np.uint64)[:] = epoch << 32
         self.window = sim.create_window(self.windows, plan.regions())
         self.local = [np.zeros(self.shape.local.total_bytes, np.uint8) for _ in self.ranks]
         self.records = [np.zeros(8, np.int64) for _ in self.ranks]
         for rank in self.ranks:
             self.local[rank].view(np.uint64)[0] = epoch
+            for i in range(plan.num_staging):
+                at = self.shape.local.flight(config.num_slots + i) + FLIGHT_NEXT
+                self.local[rank][at:at + 8].view(np.uint64)[0] = epoch
             sim.register(self.local[rank], "LOCAL", rank, self.shape.local.regions())
             sim.register(self.records[rank], "record", rank)
         self.handles = 0
@@ -213,12 +218,17 @@ class Program:
                 planes[local, :count] = self._expert(planes[local, :count], local)
 
     def _launch(self, kind: str, rank: int, slot: int, handle: int, status: int, **tensors: object) -> None:
+        signature = Signature(OpKind[kind.upper()], self.layout, self.shape.token_type, 0, slot, self.num_topk, self.shape.row_bytes // 16)
+        self._launch_signed(kind, rank, slot, handle, status, signature, {}, **tensors)
+
+    def _launch_signed(self, kind: str, rank: int, slot: int, handle: int, status: int, signature: Signature, more: dict[str, int],
+                       **tensors: object) -> None:
         shape, address = self.shape, self.local[rank].ctypes.data
-        signature = Signature(OpKind[kind.upper()], self.layout, shape.token_type, 0, slot, self.num_topk, shape.row_bytes // 16)
         values = {name: value if isinstance(value, int) else self.sim.register(value, name, rank).address for name, value in tensors.items()}
         values |= {"window": self.window, "rank": rank, "local": address, "record": self.records[rank].ctypes.data, "slot": shape.window.slot(slot),
                    "num_tokens": self.num_tokens[rank], "table": address + shape.local.table(slot), "header": address + shape.local.header(slot),
-                   "handle": handle, "signature": signature.pack(), "status": status, "timeout": self.config.wait_ns}
+                   "handle": handle, "signature": signature.pack(), "status": status, "timeout": self.config.wait_ns,
+                   "origins": shape.window.origin(slot), "kept": address + shape.local.keep(slot)} | more
         blocks, warps = self.grids[rank]
         self.sim.launch(rank, self.kernels[kind], [values[p] for p in self.parameters[kind]], blocks, warps, label=kind)
 

@@ -1,0 +1,81 @@
+// Operations of staged dispatch and combine; follows fabric_ops.cu in one NVRTC program. Declared in ops.py.
+OP ep_count_bank(i64 counts, i64 bank_bytes, i64 epoch) { return counts + (epoch & 1) * bank_bytes; }
+
+OP ep_outcome(i64 fail, i64 epoch, i64 status) {
+  u64 v = __shfl_sync(~0u, load_relaxed_gpu(fail), 0);
+  u32 code = u32(v) & 255, culprit = u32(v) >> 8;
+  if (u32(v >> 32) != u32(epoch) || code == REFUSED || code == MISMATCH) return status;   // nothing, or what every rank sees itself
+  if (code == STALE_SLOT) return i64(REFUSE) << 24 | 6;                                   // refusal.Refusal.STALE
+  return code ? i64(ABORT) << 24 | culprit : status;
+}
+
+OP ep_keep_counters(i64 expert_counters, i64 kept, i64 num_local) {
+  for (i64 l = threadIdx.x; l < num_local; l += blockDim.x) ((int*)kept)[l] = ((const int*)expert_counters)[l];
+  return 0;
+}
+
+OP ep_store_origins(i64 window, i64 origins, i64 token, i64 first, i64 num_topk, i64 num_experts, i64 num_ranks, i64 plane_rows, i64 rank, i64 places) {
+  int row = lane() < num_topk ? block_rows(num_experts)[(token - first) * num_topk + lane()] : -1;
+  u64 to = row_at(window, origins, row, num_experts / num_ranks * plane_rows, 4);
+  if (to) *(int*)to = int(rank * places + token * num_topk + lane());
+  return 0;
+}
+
+OP ep_copy_table(i64 table, i64 copied, i64 num_tokens, i64 num_topk) {
+  for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < num_tokens * num_topk; i += i64(gridDim.x) * blockDim.x)
+    ((int*)copied)[i] = ((const int*)table)[i];
+  return 0;
+}
+
+OP ep_count_rows(i64 kept, i64 num_local) {
+  u32* before = total_rows();   // [L + 1]
+  __syncthreads();              // whoever used this memory before is done
+  if (warp() == 0) {
+    u32 sum = 0;
+    for (int base = 0; base < num_local; base += 32) {
+      int l = base + lane();
+      u32 mine = l < num_local ? u32(((const int*)kept)[l]) : 0, up = mine;
+      #pragma unroll
+      for (int d = 1; d < 32; d *= 2) { u32 below = __shfl_up_sync(~0u, up, d); if (lane() >= d) up += below; }
+      if (l < num_local) before[l] = sum + up - mine;
+      sum += __shfl_sync(~0u, up, 31);
+    }
+    if (lane() == 0) before[num_local] = sum;
+  }
+  __syncthreads();
+  return before[num_local];
+}
+
+OP ep_push_row(i64 window, i64 origins, i64 rows, i64 staging, i64 row, i64 num_local, i64 plane_rows, i64 rank, i64 places, i64 row_bytes,
+               i64 begin_vector, i64 end_vector) {
+  const int IN_FLIGHT = 7;
+  const u32* before = total_rows();
+  int low = 0, high = int(num_local);   // the last expert whose first row is not beyond `row`
+  while (high - low > 1) { int middle = (low + high) / 2; if (before[middle] <= u32(row)) low = middle; else high = middle; }
+  i64 place = i64(low) * plane_rows + (row - before[low]);
+  u32 origin = *(const u32*)peer_at(window, origins + 4 * place, rank), source = origin / u32(places);
+  u64 to = peer_at(window, staging + i64(origin - source * u32(places)) * row_bytes, source), from = rows + place * row_bytes;
+  for (int v = int(begin_vector); v < end_vector; v += 32 * IN_FLIGHT) {
+    uint4 held[IN_FLIGHT];
+    #pragma unroll
+    for (int j = 0; j < IN_FLIGHT; ++j) { int i = v + j * 32 + lane(); if (i < end_vector) held[j] = load_row(from + 16 * i); }
+    #pragma unroll
+    for (int j = 0; j < IN_FLIGHT; ++j) { int i = v + j * 32 + lane(); if (i < end_vector) store_row(to + 16 * i, held[j]); }
+  }
+  return 0;
+}
+
+OP ep_reduce_row(i64 window, i64 staging, i64 rank, i64 table, i64 weights, i64 out, i64 token, i64 num_topk, i64 row_bytes, i64 token_type,
+                 i64 begin_vector, i64 end_vector) {
+  i64 at = token * num_topk + lane();
+  bool holds = lane() < num_topk && ((const int*)table)[at] >= 0;
+  u64 mine = holds ? peer_at(window, staging + at * row_bytes, rank) : 0;
+  float weight = mine ? load_weight(weights + 4 * at) : 0.f;
+  u32 live = __ballot_sync(~0u, mine != 0);
+  u64 to = out + token * row_bytes;
+  int begin = int(begin_vector), end = int(end_vector);
+  if (token_type == 0) gather<0>(mine, weight, live, to, begin, end);
+  else if (token_type == 1) gather<1>(mine, weight, live, to, begin, end);
+  else gather<2>(mine, weight, live, to, begin, end);
+  return 0;
+}
