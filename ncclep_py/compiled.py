@@ -26,6 +26,8 @@ KERNELS: dict[str, tuple[Callable[..., Callable[..., None]], tuple[str, ...]]] =
 }
 """Factory and run-time parameters by kernel name."""
 
+FP8_CAPABILITY = (8, 9)
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelSpec:
@@ -85,6 +87,9 @@ def _device_ltoir(arch: str, lineinfo: bool, cache: KernelCache) -> bytes:
 
 def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, lineinfo: bool = False) -> CompiledKernel:
     """The kernel for `arch`, from the disk cache or compiled now. `lineinfo` keeps source lines for profilers."""
+    if spec.shape.wire.quantise and toolchain.capability(arch) < FP8_CAPABILITY:
+        raise NotImplementedError(f"DS_FP8 needs a GPU that converts to E4M3, of compute capability 8.9 or newer; this one is {arch}: send rows that "
+                                  "are quantised already with QUANT_FWD, or none")
     toolchain.capability(arch)
     cache = KernelCache()
     name, key = f"{spec.name}-{arch}", cache.key(fingerprint(spec, arch, lineinfo))

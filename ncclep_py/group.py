@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from ncclep_py.handle import Handle
+    from ncclep_py.kernels.shape import Wire
+    from ncclep_py.recipes import Sent
 
 __all__ = ["Group"]
 
@@ -47,7 +49,7 @@ class Group:
         self._local = comm.zeros(self.local_map.total_bytes, self.local_map.regions())
         self._record = comm.host_words(len(RECORD_FIELDS))
         self._record_words = self._record.numpy()
-        self._kernels: dict[tuple[str, int, int, Layout], Kernel] = {}
+        self._kernels: dict[tuple[str, int, int, Layout, Wire | None], Kernel] = {}
         self._handle_ids = itertools.count(1)
         self.slot_owner: list[int] = [0] * config.num_slots   # handle id, 0: free
         self.slot_combined: list[bool] = [False] * config.num_slots
@@ -99,25 +101,28 @@ class Group:
         self._check_open("create_handle")
         return Handle(self, next(self._handle_ids), layout, topk_idx, num_topk, idx_dtype, config or HandleConfig())
 
-    def kernel(self, name: str, num_topk: int, idx_bytes: int, layout: Layout = Layout.EXPERT_MAJOR) -> Kernel:
-        """Internal: the kernel for K, id type and layout, loaded on first use; refused under capture."""
-        key = (name, num_topk, idx_bytes, layout)
+    def kernel(self, name: str, num_topk: int, idx_bytes: int, layout: Layout = Layout.EXPERT_MAJOR, wire: Wire | None = None) -> Kernel:
+        """Internal: the kernel for K, id type, layout and what is sent of a row, loaded on first use; refused under capture."""
+        key = (name, num_topk, idx_bytes, layout, wire)
         if key not in self._kernels:
             from ncclep_py import launch
-            from ncclep_py.kernels.shape import KernelShape
+            from ncclep_py.kernels.shape import PLAIN, KernelShape
 
             if self.comm.capturing():
                 raise EpError(f"{name} for {num_topk} experts per token and {idx_bytes}-byte ids is not loaded, and loading is impossible during "
                               "graph capture: create the handle (or call it once) with these before capturing")
-            shape = KernelShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout)
+            shape = KernelShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout, wire or PLAIN)
             shared = launch.shared_bytes(shape, self.config.max_dispatch_tokens_per_rank, self.num_blocks)
             self._kernels[key] = self.comm.kernel(name, shape, shared, self.num_blocks)
         return self._kernels[key]
 
     # ---- operations --------------------------------------------------------------------------------------------------
-    def signature(self, kind: OpKind, layout: int, slot: int, num_topk: int, global_ids: bool = False) -> int:
-        """Internal: the packed signature of an operation."""
-        return Signature(kind, layout, self.config.token_type, 0, slot, num_topk, self.config.row_bytes // 16, global_ids).pack()
+    def signature(self, kind: OpKind, layout: int, slot: int, num_topk: int, global_ids: bool = False, sent: Sent | None = None) -> int:
+        """Internal: the packed signature of an operation; `sent` for a dispatch with a recipe."""
+        if sent is None:
+            return Signature(kind, layout, self.config.token_type, 0, slot, num_topk, self.config.row_bytes // 16, global_ids).pack()
+        beside = 0 if sent.wire.quantise else sent.wire.scale_bytes // 16
+        return Signature(kind, layout, sent.token_code, sent.code, slot, num_topk, sent.wire.sent_bytes // 16, global_ids, beside).pack()
 
     @property
     def window(self) -> Any:

@@ -20,6 +20,7 @@ from ncclep_py.arguments import Seen, check_ids, check_tensor, check_tokens, ref
 from ncclep_py.config import CombineConfig, CombineQuant, DispatchConfig, DispatchQuant, ExpertIdKind, HandleConfig, Layout, PassDir, _member
 from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, Status
 from ncclep_py.flight import SENDS, Flight, fixed_values, take_stage
+from ncclep_py.recipes import Sent, check_recipe
 from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from ncclep_py.communicator import Kernel
     from ncclep_py.group import Group
+    from ncclep_py.kernels.shape import Wire
 
 __all__ = ["CombineInputs", "CombineOutputs", "DispatchInputs", "DispatchOutputs", "Handle", "LayoutInfo"]
 
@@ -52,9 +54,9 @@ class DispatchInputs:
     """What a rank sends.
 
     Attributes:
-        tokens: ``[T, hidden]``, dtype of the group.
+        tokens: ``[T, hidden]``, dtype of the group; QUANT_FWD: ``[T, W]`` of any dtype in `recipes.opaque_types`.
         topk_weights: ``[T, K]`` float32, required by RANK_MAJOR, which carries them.
-        scales: ``[T, S]``, recipes that carry scales.
+        scales: QUANT_FWD: ``[T, S]`` of a dtype in `recipes.scale_types`; rows of both are multiples of 16 bytes.
     """
 
     tokens: torch.Tensor
@@ -71,7 +73,8 @@ class DispatchOutputs:
             others are not touched. RANK_MAJOR ``[R, M, hidden]``; rows ``[0, src_rank_counters[s])`` of plane s are valid, in token order.
         topk_weights: RANK_MAJOR ``[R, M, K]`` float32, all K weights of the token; rows after the valid ones are not touched.
         topk_idx: RANK_MAJOR ``[R, M, K]`` int32, the expert at each position k if it lives on this rank, else -1; rows after the valid ones are -1.
-        scales: for recipes that carry them.
+        scales: QUANT_FWD, DS_FP8: placed like tokens, ``[.., S]`` of the scales' dtype or ``[.., hidden / 128]`` float32. Recipes share the slot with
+            the group's rows: tokens and scales are valid until the handle's combine is *called* with other rows, which go where they are.
         layout_info: the counts.
         generation: number of the dispatch that made this.
     """
@@ -145,7 +148,8 @@ class Handle:
         self._routing_views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dispatch_name = "ll_rank_major_dispatch" if self._rank_major else "ll_dispatch"
         self._dtype = group.config.token_type.torch_dtype()
-        self._constants: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        self._constants: dict[tuple[str, int, int, Sent | None], tuple[int, ...]] = {}
+        self._sent_views: dict[tuple[int, int, Any, int], torch.Tensor] = {}
         self._flight: Flight | None = None
         self._stage = 0
         staged = group.config.num_staging_slots > 0 and not self._rank_major
@@ -207,29 +211,39 @@ class Handle:
             _check_kinds(("outputs", outputs, DispatchOutputs), ("layout_info", layout_info, LayoutInfo), ("config", config, DispatchConfig))
             if topk_idx is not None:
                 self.update(topk_idx)
-            self._check_dispatch(given, weights, made, counts, config or DispatchConfig(), slot)
+            sent = self._check_dispatch(given, weights, made, counts, config or DispatchConfig(), slot)
         tokens, idx = given.tokens, self._topk_idx
         assert idx is not None   # checked above
         num_tokens = int(tokens.shape[0])
+        beside = () if given.scales is None else (given.scales,)
+        scales = beside[0].data_ptr() if beside else 0
         if self._rank_major:
             if counts.src_rank_counters is None:
                 counts.src_rank_counters = self._new((self.group.num_ranks,), "int32")
             counters, global_ids = counts.src_rank_counters, counts.recv_topk_idx_kind is ExpertIdKind.GLOBAL
             self._launch(self._dispatch_name, slot, Status.GO, (tokens.data_ptr(), idx.data_ptr(), weights.data_ptr(), num_tokens,
-                                                                counters.data_ptr(), int(global_ids)), (tokens, idx, weights, counters), global_ids)
+                                                                counters.data_ptr(), int(global_ids), scales),
+                         (tokens, idx, weights, counters, *beside), global_ids, sent)
         else:
             if counts.expert_counters is None:
                 counts.expert_counters = self._new((self.group.map.num_local_experts,), "int32")
-            self._launch(name, slot, Status.GO, (tokens.data_ptr(), idx.data_ptr(), num_tokens, counts.expert_counters.data_ptr()),
-                         (tokens, idx, counts.expert_counters))
+            own = (tokens.data_ptr(), idx.data_ptr(), num_tokens, counts.expert_counters.data_ptr())
+            self._launch(name, slot, Status.GO, own if name == "ll_dispatch_send" else (*own, scales), (tokens, idx, counts.expert_counters, *beside),
+                         False, sent)
         self._num_tokens = num_tokens   # only now: a dispatch known to be refused leaves the earlier one to combine
-        received, late = self._rows(slot), None
+        received, late = self._rows(slot) if sent is None else self._sent(slot, 0, sent.dtype, sent.width), None
         if made.tokens is None:
             made.tokens = received
         elif name == "ll_dispatch_send":
             late = received
         elif made.tokens.data_ptr() != received.data_ptr():
-            made.tokens.detach().copy_(received)
+            _copy(made.tokens, received)
+        if sent is not None:
+            received = self._sent(slot, self._scales_at(sent), sent.scale_dtype, sent.scale_width)
+            if made.scales is None:
+                made.scales = received
+            elif made.scales.data_ptr() != received.data_ptr():
+                _copy(made.scales, received)
         if self._rank_major:
             for field, routing in zip(("topk_idx", "topk_weights"), self._routing(slot)):   # noqa: B905  (two each)
                 held = getattr(made, field)
@@ -243,11 +257,13 @@ class Handle:
         return made
 
     def _check_dispatch(self, given: DispatchInputs, weights: Any, made: DispatchOutputs, counts: LayoutInfo, config: DispatchConfig,
-                        slot: int) -> None:
-        group, seen = self.group, self._seen
+                        slot: int) -> Sent | None:
+        group, seen, plain = self.group, self._seen, config.quant_recipe is DispatchQuant.NONE
         self._check_staged(config.send_only)
-        _only_plain(config.pass_direction, config.quant_recipe == DispatchQuant.NONE)
-        unwanted: tuple[tuple[str, Any], ...] = (("inputs.scales", given.scales), ("outputs.scales", made.scales))
+        if config.send_only and not plain:
+            raise ValueError("send_only sends rows as they are; leave quant_recipe out, or dispatch in one piece")
+        _only_plain(config.pass_direction, True)
+        unwanted: tuple[tuple[str, Any], ...] = (("inputs.scales", given.scales), ("outputs.scales", made.scales)) if plain else ()
         if self._rank_major:
             unwanted += (("layout_info.expert_counters", counts.expert_counters),)
         else:
@@ -258,12 +274,13 @@ class Handle:
                 _unwanted(name, value, self.layout)
         if self._topk_idx is None:
             raise ValueError("topk_idx must be given to create_handle, update or dispatch before a dispatch")
-        if not seen.same("tokens", given.tokens) or given.tokens.shape[0] != self._topk_idx.shape[0]:
+        sent = None if plain else self._check_sent(given, made, config, slot)
+        if plain and (not seen.same("tokens", given.tokens) or given.tokens.shape[0] != self._topk_idx.shape[0]):
             check_tensor("tokens", given.tokens, (None, group.config.hidden), (self._dtype,), group.comm.device)
             check_tokens("tokens", given.tokens.shape[0], group.config.max_dispatch_tokens_per_rank)
             check_tensor("tokens", given.tokens, (self._topk_idx.shape[0], group.config.hidden), (self._dtype,), group.comm.device)
             seen.passed("tokens", given.tokens)
-        if made.tokens is not None:
+        if plain and made.tokens is not None:
             check_tensor("outputs.tokens", made.tokens, self._row_shape, (self._dtype,), group.comm.device)
             self._check_place("outputs.tokens", made.tokens, slot)
         if counts.expert_counters is not None and not seen.same("expert_counters", counts.expert_counters):
@@ -276,6 +293,20 @@ class Handle:
             self._check_rank_major(weights, made, counts, slot)
         if group.config.checked:
             check_ids("topk_idx", self._topk_idx, group.config.num_experts)
+        return sent
+
+    def _check_sent(self, given: DispatchInputs, made: DispatchOutputs, config: DispatchConfig, slot: int) -> Sent:
+        """Check what a recipe sends and where it goes, and load its kernel, so that a device without it refuses before any rank waits."""
+        idx, device = self._topk_idx, self.group.comm.device
+        assert idx is not None   # checked before
+        sent = check_recipe(given, int(idx.shape[0]), config, self.group.config, device)
+        for name, value, dtype, width, offset in (("outputs.tokens", made.tokens, sent.dtype, sent.width, 0),
+                                                  ("outputs.scales", made.scales, sent.scale_dtype, sent.scale_width, self._scales_at(sent))):
+            if value is not None:
+                check_tensor(name, value, (*self._row_shape[:2], width), (dtype,), device)
+                self._check_place(name, value, slot, offset)
+        self._kernel(self._dispatch_name, sent.wire)
+        return sent
 
     def _check_rank_major(self, weights: Any, made: DispatchOutputs, counts: LayoutInfo, slot: int) -> None:
         """Check what only a RANK_MAJOR dispatch has."""
@@ -481,6 +512,20 @@ class Handle:
             rows = self._row_views[slot] = self.group.window.memory[begin: begin + size].view(self._dtype).view(self._row_shape)
         return rows
 
+    def _scales_at(self, sent: Sent) -> int:
+        """Offset of received scales in a slot."""
+        return self._row_shape[0] * self._row_shape[1] * sent.wire.sent_bytes
+
+    def _sent(self, slot: int, offset: int, dtype: Any, width: int) -> torch.Tensor:
+        """Rows of `width` elements at `offset` of a slot, in planes."""
+        key = (slot, offset, dtype, width)
+        view = self._sent_views.get(key)
+        if view is None:
+            planes, rows = self._row_shape[:2]
+            begin, size = self.group.map.slot(slot) + offset, planes * rows * width * dtype.itemsize
+            view = self._sent_views[key] = self.group.window.memory[begin: begin + size].view(dtype).view(planes, rows, width)
+        return view
+
     def _routing(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Received ids and weights of a slot, ``[R, M, K]`` each."""
         import torch
@@ -502,29 +547,31 @@ class Handle:
 
         return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else self._dtype, device=self.group.comm.device)
 
-    def _kernel(self, name: str) -> Kernel:
-        return self.group.kernel(name, self.num_topk, self._idx_bytes if name in (self._dispatch_name, "ll_dispatch_send") else 8, self.layout)
+    def _kernel(self, name: str, wire: Wire | None = None) -> Kernel:
+        return self.group.kernel(name, self.num_topk, self._idx_bytes if name in (self._dispatch_name, "ll_dispatch_send") else 8, self.layout, wire)
 
-    def _launch(self, name: str, slot: int, status: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...], global_ids: bool = False) -> None:
+    def _launch(self, name: str, slot: int, status: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...], global_ids: bool = False,
+                sent: Sent | None = None) -> None:
         """Submit one operation; `own` are the kernel's values between the record and the slot."""
         group = self.group
-        fixed = self._fixed(name, slot, self._stage, global_ids)
+        fixed = self._fixed(name, slot, self._stage, global_ids, sent)
         values = (*fixed[:4], *own, *fixed[4:], status, group.config.wait_ns)
-        refused_here = group.comm.submit(self._kernel(name), values, group.num_blocks, name, tensors, refusing=status != Status.GO)
+        kernel = self._kernel(name, None if sent is None else sent.wire)
+        refused_here = group.comm.submit(kernel, values, group.num_blocks, name, tensors, refusing=status != Status.GO)
         if name == "ll_combine_send" and (refused_here or status != Status.GO):   # over on this rank: nobody will call complete
             group.staging_owner[self._stage] = 0
             self._land(SENDS[name], self._stage, (0, 0, 0), ())
         if refused_here:
             group.check()
 
-    def _fixed(self, name: str, slot: int, stage: int, global_ids: bool = False) -> tuple[int, ...]:
-        key = (name, slot, stage if name in SENDS else int(global_ids))
+    def _fixed(self, name: str, slot: int, stage: int, global_ids: bool = False, sent: Sent | None = None) -> tuple[int, ...]:
+        key = (name, slot, stage if name in SENDS else int(global_ids), sent)
         fixed = self._constants.get(key)
         if fixed is None:
-            fixed = self._constants[key] = self._fixed_values(name, slot, stage, global_ids)
+            fixed = self._constants[key] = self._fixed_values(name, slot, stage, global_ids, sent)
         return fixed
 
-    def _fixed_values(self, name: str, slot: int, stage: int, global_ids: bool) -> tuple[int, ...]:
+    def _fixed_values(self, name: str, slot: int, stage: int, global_ids: bool, sent: Sent | None) -> tuple[int, ...]:
         """Kernel values that never change for a slot: first those before, then those after an operation's own."""
         group = self.group
         local, record = group.addresses()
@@ -535,12 +582,12 @@ class Handle:
         plan, own = group.map, group.local_map
         more = (plan.origin(slot), local + own.keep(slot)) if name == "ll_dispatch" else ()
         return (*first, plan.slot(slot), local + own.table(slot), local + own.header(slot), *more, self.id,
-                group.signature(kind, self.layout, slot, self.num_topk, global_ids))
+                group.signature(kind, self.layout, slot, self.num_topk, global_ids, sent))
 
     def refuse(self, name: str, slot: int, why: int) -> None:
         """Internal: take part in an operation this rank refuses, so that all ranks refuse it and epochs stay equal."""
         status = Status.REFUSED << 24 | why
-        none = {"ll_combine": 3, "ll_dispatch": 4, "ll_rank_major_dispatch": 6, "ll_dispatch_send": 4, "ll_combine_send": 2}[name]
+        none = {"ll_combine": 3, "ll_dispatch": 5, "ll_rank_major_dispatch": 7, "ll_dispatch_send": 4, "ll_combine_send": 2}[name]
         self._launch(name, slot, status, (0,) * none, ())
 
 
@@ -586,6 +633,13 @@ def _check_kinds(*arguments: tuple[str, Any, type]) -> None:
             raise refused(TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}"), Refusal.TYPE)
 
 
+def _copy(to: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy rows of any dtype, also of those torch can only move as bytes."""
+    import torch
+
+    to.detach().view(torch.uint8).copy_(rows.detach().view(torch.uint8))
+
+
 def _unwanted(name: str, value: object, layout: Layout) -> None:
     raise ValueError(f"{name} must be left out of a LOW_LATENCY {layout.name} operation, got {type(value).__name__}")
 
@@ -595,6 +649,7 @@ def _only_plain(direction: PassDir, plain: bool) -> None:
     if direction is not PassDir.FWD:
         raise ValueError(f"pass_direction must be FWD in LOW_LATENCY, got {PassDir(direction).name}")
     if not plain:
-        raise NotImplementedError("quantisation recipes are not built yet")
+        raise NotImplementedError("quantisation of combine (CombineQuant.NVFP4) is not built; it needs a GPU with FP4 conversions, of compute "
+                                  "capability 10.0 or newer")
 
 

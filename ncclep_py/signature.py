@@ -18,7 +18,8 @@ class OpKind(enum.IntEnum):
     STAGED_COMBINE = 5
 
 
-_FIELDS = (("kind", 4), ("layout", 4), ("token_type", 4), ("recipe", 4), ("slot", 8), ("num_topk", 8), ("row_vectors", 20), ("global_ids", 1))
+_FIELDS = (("kind", 4), ("layout", 4), ("token_type", 4), ("recipe", 4), ("slot", 6), ("num_topk", 6), ("row_vectors", 20), ("global_ids", 1),
+           ("scale_vectors", 8))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +29,13 @@ class Signature:
     Attributes:
         kind: `OpKind`.
         layout: `config.Layout`.
-        token_type: `config.TokenType`.
-        recipe: quantisation recipe.
+        token_type: `config.TokenType`; QUANT_FWD: number of the element type in `recipes.opaque_types`.
+        recipe: quantisation recipe, and 4 if its scales are rounded.
         slot: payload slot.
         num_topk: K.
         row_vectors: 16-byte vectors of a row.
         global_ids: numbering of the ids RANK_MAJOR receives, 0 from the receiver's first expert, 1 from the group's.
+        scale_vectors: 16-byte vectors of a scale row (QUANT_FWD).
     """
 
     kind: int
@@ -44,6 +46,7 @@ class Signature:
     num_topk: int
     row_vectors: int
     global_ids: int = 0
+    scale_vectors: int = 0
 
     def pack(self) -> int:
         """The signature as a non-negative integer below 2^63."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -16,7 +17,7 @@ pytest.importorskip("numba.cuda", reason="needs an extra cu12 or cu13")
 
 from ncclep_py import cubin, launch, toolchain
 from ncclep_py.config import GroupConfig, Layout
-from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.kernels.shape import KernelShape, Wire
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BLOCK = 512
@@ -71,6 +72,31 @@ def test_rank_major_kernel_fits(name, dtype, idx_bytes):
 def test_kernel_fits_with_staging(name, dtype):
     fits(launch.compile_kernel(launch.KernelSpec(name, shape(dtype, staging=4))))
     fits(launch.compile_kernel(launch.KernelSpec(name, shape(dtype, num_topk=32, ranks=1, staging=4))))
+
+
+WIRES = {"QUANT_FWD": Wire(3584 + 512, 448), "DS_FP8": Wire(7168, 224, True), "DS_FP8 rounded": Wire(7168, 224, True, True)}
+
+
+@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR])
+@pytest.mark.parametrize("recipe", WIRES)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_recipe_fits_or_is_refused(arch, recipe, layout):
+    if int(arch[3:]) not in supported():
+        pytest.skip(f"this NVRTC does not know {arch}")
+    name = "ll_dispatch" if layout is Layout.EXPERT_MAJOR else "ll_rank_major_dispatch"
+    spec = launch.KernelSpec(name, dataclasses.replace(shape(layout=layout), wire=WIRES[recipe]))
+    if arch == "sm_80" and "FP8" in recipe:
+        with pytest.raises(NotImplementedError, match="DS_FP8 needs a GPU that converts to E4M3"):
+            launch.compile_kernel(spec, arch)
+    else:
+        fits(launch.compile_kernel(spec, arch))
+
+
+def test_quantisation_rounds_to_nearest_even_in_one_instruction():
+    ptx = {arch: toolchain.compile_device(arch, "ptx").decode() for arch in ("sm_80", "sm_90")}
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx["sm_90"] and "e4m3x2" not in ptx["sm_80"]
+    body = re.search(r"ep_quantise_row\([^{]*\{(.*?)\n\}", ptx["sm_90"], re.DOTALL)[1]
+    assert "div.rn.f32" in body and "ftz" not in body and "approx" not in body and "fma" not in body
 
 
 @functools.cache

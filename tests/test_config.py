@@ -177,7 +177,7 @@ def test_numbers_of_the_enums() -> None:
 
 
 # ---- signature -----------------------------------------------------------------------------------------------------------------
-WIDTHS = {"kind": 4, "layout": 4, "token_type": 4, "recipe": 4, "slot": 8, "num_topk": 8, "row_vectors": 20}
+WIDTHS = {"kind": 4, "layout": 4, "token_type": 4, "recipe": 4, "slot": 6, "num_topk": 6, "row_vectors": 20}
 NOTHING = dict.fromkeys(WIDTHS, 0)
 
 

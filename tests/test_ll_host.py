@@ -761,7 +761,7 @@ BAD_DISPATCHES: dict[str, tuple[Bad, type[BaseException], tuple[str, ...]]] = {
     "layout_info a tensor": (sends(layout_info=torch.zeros(2, dtype=INT)), TypeError, ("layout_info must be a LayoutInfo, got Tensor",)),
     "send_only": (sends(config=DispatchConfig(send_only=True)), ValueError, ("send_only", "num_staging_slots")),
     "backward": (sends(config=DispatchConfig(pass_direction=PassDir.BWD)), ValueError, ("pass_direction must be FWD", "got BWD")),
-    "recipe": (sends(config=DispatchConfig(quant_recipe=DispatchQuant.FWD)), NotImplementedError, ("quantisation",)),
+    "recipe": (sends(config=DispatchConfig(quant_recipe=DispatchQuant.FWD)), ValueError, ("inputs.scales must be given",)),
     "config of combine": (sends(config=CombineConfig()), TypeError, ("config must be a DispatchConfig, got CombineConfig",)),
 }
 

@@ -23,8 +23,8 @@ from ncclep_py import toolchain
 from ncclep_py.kernels.ops import OPS, Op
 
 POINTERS = ("word", "header", "counter", "fail", "record", "topk_idx", "tokens", "weights", "out", "table", "expert_counters",
-            "heads", "arrived", "counts", "slot", "topk_weights", "slot_ids", "slot_weights", "src_rank_counters", "kept", "copied", "origins",
-            "rows", "staging")
+            "heads", "arrived", "counts", "slot", "topk_weights", "slot_ids", "slot_weights", "src_rank_counters", "slot_scales", "kept", "copied",
+            "origins", "rows", "staging")
 NOUN = {"word": "epoch", "counter": "blocks_done", "counts": "count", "heads": "head"}   # parameter -> noun, where they differ
 SYNONYM = {"signature": "head"}   # two words of one HEAD; loads cannot be told apart, stores by what they store
 FAILURE = {"ld.relaxed.gpu fail", "atom.relaxed.gpu fail", "ld.volatile record", "st.volatile record", "membar.sys", "fence.sc.sys"}
@@ -322,6 +322,8 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     "send_routing: weights beside the ids": ("send_routing", "slot_weights + place", "slot_ids + place", {"send_routing"}),
     "sum_row: row table through the read-only cache": ("sum_row", "((const int*)table)[token * num_topk + lane()]",
                                                        "__ldg((const int*)table + token * num_topk + lane())", {"sum_row"}),
+    "quantise_row: tokens past the read-only cache": ("quantise_row", "held[j][0] = load_nc(at)", "held[j][0] = load_row(at)", {"quantise_row"}),
+    "quantise_row: scales beside the rows": ("quantise_row", "row_at(window, slot_scales, max", "row_at(window, slot, max", {"quantise_row"}),
     "publish_abort: plain store to HEAD": ("publish_abort", "store_relaxed_sys(peer_at(window, at + 8, peer), word)",
                                            "*(u64*)peer_at(window, at + 8, peer) = word", {"publish_abort"}),
     "advance_epoch: volatile": ("advance_epoch", "*(u64*)word", "*(volatile u64*)word", {"advance_epoch"}),

@@ -13,14 +13,16 @@ from ncclep_py.kernels.shape import KernelShape
 
 __all__ = ["PARAMETERS", "make_ll_dispatch"]
 
-PARAMETERS = ("window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "expert_counters", "slot", "table", "header", "origins",
-              "kept", "handle", "signature", "status", "timeout")
+PARAMETERS = ("window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "expert_counters", "scales", "slot", "table", "header",
+              "origins", "kept", "handle", "signature", "status", "timeout")
 """Run-time values of a launch, all 64-bit integers."""
 
 
 def make_ll_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
     """The dispatch kernel for one shape, over one implementation of the vocabulary."""
     RANKS, EXPERTS, TOPK, ROW_BYTES, IDX_BYTES = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, shape.idx_bytes
+    SENT_BYTES, SCALE_BYTES, PIECE_BYTES, SCALES = shape.sent_bytes, shape.wire.scale_bytes, shape.piece_bytes, shape.slot_scales
+    QUANTISE, ROUND = shape.wire.quantise, int(shape.wire.round_scales)
     PLANE_ROWS, HEADS, ARRIVED, COUNTS = shape.window.plane_rows, shape.window.heads, shape.window.arrived, shape.window.counts
     EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
     block_idx, warp_idx, read_epoch, advance_epoch = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch
@@ -29,15 +31,15 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
     count_experts, publish_counts, wait_counts, assign_rows, sum_counts = (
         ops.count_experts, ops.publish_counts, ops.wait_counts, ops.assign_rows, ops.sum_counts)
-    scatter_row, publish_arrived, wait_arrived = ops.scatter_row, ops.publish_arrived, ops.wait_arrived
+    scatter_row, quantise_row, publish_arrived, wait_arrived = ops.scatter_row, ops.quantise_row, ops.publish_arrived, ops.wait_arrived
     last_block, op_code, store_header = ops.last_block, ops.op_code, ops.store_header
     # for staged combines only: where each row came from, and how many there are
     STAGED, COUNT_BANK = shape.window.num_staging > 0, shape.window.count_bank_bytes
     LOCAL_EXPERTS, PLACES = EXPERTS // RANKS, PLANE_ROWS // RANKS * TOPK
     count_bank, store_origins, keep_counters = ops.count_bank, ops.store_origins, ops.keep_counters
 
-    def ll_dispatch(window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, slot, table, header, origins,  # noqa: ANN001, ANN202
-                    kept, handle, signature, status, timeout):
+    def ll_dispatch(window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, slot, table, header,  # noqa: ANN001, ANN202
+                    origins, kept, handle, signature, status, timeout):
         epoch, fail = read_epoch(local + EPOCH), local + FAIL
         first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
         counts = count_bank(COUNTS, COUNT_BANK, epoch)
@@ -55,9 +57,15 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]
         # ---- 4 rows --------------------------------------------------------------------------------------------------
         if code == 0:
             assign_rows(topk_idx, IDX_BYTES, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, part, table, rank, epoch, fail, record)
-            begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
+            begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
             for token in range(warp_token(num_tokens), end, token_step(num_tokens)):
-                scatter_row(window, slot, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, begin, stop)
+                if QUANTISE:
+                    quantise_row(window, slot, slot + SCALES, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
+                else:
+                    scatter_row(window, slot, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
+                    if SCALE_BYTES > 0:
+                        scatter_row(window, slot + SCALES, scales, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES,
+                                    begin_vector(num_tokens, SCALE_BYTES), end_vector(num_tokens, SCALE_BYTES))
                 if STAGED:
                     if begin == 0:
                         if stop > 0:   # one of the warps on this row

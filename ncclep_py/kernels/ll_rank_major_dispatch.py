@@ -15,27 +15,29 @@ from ncclep_py.kernels.shape import KernelShape
 
 __all__ = ["PARAMETERS", "make_ll_rank_major_dispatch"]
 
-PARAMETERS = ("window", "rank", "local", "record", "tokens", "topk_idx", "topk_weights", "num_tokens", "src_rank_counters", "global_ids", "slot",
-              "table", "header", "handle", "signature", "status", "timeout")
+PARAMETERS = ("window", "rank", "local", "record", "tokens", "topk_idx", "topk_weights", "num_tokens", "src_rank_counters", "global_ids",
+              "scales", "slot", "table", "header", "handle", "signature", "status", "timeout")
 """Run-time values of a launch, all 64-bit integers."""
 
 
 def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
     """The dispatch kernel for one shape, over one implementation of the vocabulary."""
     RANKS, EXPERTS, TOPK, ROW_BYTES, IDX_BYTES = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, shape.idx_bytes
+    SENT_BYTES, SCALE_BYTES, PIECE_BYTES, SCALES = shape.sent_bytes, shape.wire.scale_bytes, shape.piece_bytes, shape.slot_scales
+    QUANTISE, ROUND = shape.wire.quantise, int(shape.wire.round_scales)
     PLANE_ROWS, HEADS, ARRIVED = shape.window.plane_rows, shape.window.heads, shape.window.arrived
     IDS, WEIGHTS = shape.window.recv_ids, shape.window.recv_weights
     EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
     block_idx, warp_idx, read_epoch, advance_epoch = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch
     first_token, end_token, warp_token, token_step = ops.first_token, ops.end_token, ops.warp_token, ops.token_step
-    begin_vector, end_vector = ops.begin_vector, ops.end_vector
+    begin_vector, end_vector, quantise_row = ops.begin_vector, ops.end_vector, ops.quantise_row
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
     count_ranks, assign_ranks, scatter_row, send_routing = ops.count_ranks, ops.assign_ranks, ops.scatter_row, ops.send_routing
     publish_arrived_rows, wait_arrived, take_arrived_rows = ops.publish_arrived_rows, ops.wait_arrived, ops.take_arrived_rows
     last_block, op_code, store_header = ops.last_block, ops.op_code, ops.store_header
 
     def ll_rank_major_dispatch(window, rank, local, record, tokens, topk_idx, topk_weights, num_tokens, src_rank_counters,  # noqa: ANN001, ANN202
-                               global_ids, slot, table, header, handle, signature, status, timeout):
+                               global_ids, scales, slot, table, header, handle, signature, status, timeout):
         epoch, fail = read_epoch(local + EPOCH), local + FAIL
         first, end = first_token(num_tokens), end_token(num_tokens)
         # ---- 1 head: everything my stream did before is done ---------------------------------------------------------
@@ -49,9 +51,15 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable
         code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
         # ---- 4 rows --------------------------------------------------------------------------------------------------
         if code == 0:
-            begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
+            begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
             for token in range(warp_token(num_tokens), end, token_step(num_tokens)):
-                scatter_row(window, slot, tokens, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, ROW_BYTES, begin, stop)
+                if QUANTISE:
+                    quantise_row(window, slot, slot + SCALES, tokens, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
+                else:
+                    scatter_row(window, slot, tokens, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
+                    if SCALE_BYTES > 0:
+                        scatter_row(window, slot + SCALES, scales, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, SCALE_BYTES,
+                                    begin_vector(num_tokens, SCALE_BYTES), end_vector(num_tokens, SCALE_BYTES))
                 if begin == 0:
                     if stop > 0:   # of a row's pieces exactly one
                         send_routing(window, slot + IDS, slot + WEIGHTS, table, token, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS, global_ids)

@@ -66,6 +66,10 @@ PARAMETERS = {
     "handle": "id of the handle",
     "expert_counters": "address of [L] int32",
     "topk_weights": "address of [T, K] float32, to be sent",
+    "slot_scales": "window offset of the slot's received scale rows",
+    "round_scales": "1: scales are powers of two",
+    "begin_stretch": "first 512 columns of a piece of the row, counted in 512 columns",
+    "end_stretch": "end of the piece",
     "slot_ids": "window offset of the slot's received ids, [R, M, K] int32",
     "slot_weights": "window offset of the slot's received weights, [R, M, K] float32",
     "src_rank_counters": "address of [R] int32",
@@ -175,6 +179,12 @@ OPS: dict[str, Op] = {op.name: op for op in (
         "Release, system scope: all rows of this rank are written. Lanes over ranks."),
     _op("wait_arrived", "block", f"window arrived rank num_ranks epoch {_FAILURE}", "ld.relaxed.sys arrived; fence.acq_rel.sys; bar.sync",
         "Acquire, system scope: wait for ARRIVED of all ranks. Non-zero if one gave up, is ahead or does not come.", may_fail=True),
+    # ---- recipes ------------------------------------------------------------------------------------------------
+    _op("quantise_row", "warp",
+        "window slot slot_scales tokens token first num_topk num_experts num_ranks plane_rows row_bytes round_scales begin_stretch end_stretch",
+        "ld.nc tokens; st.weak slot; st.weak slot_scales",
+        "`scatter_row` of a bf16 row that becomes E4M3 on the way, with a float32 scale per 128 columns: amax = max(1e-4, max |x|), "
+        "scale = amax * (1/448) or the next power of two, value = x * (448 / amax), or x / scale, to nearest even."),
     # ---- RANK_MAJOR: a row per (token, rank that hosts any of its experts) ---------------------------------------------
     _op("count_ranks", "block", "topk_idx idx_bytes num_tokens num_topk num_experts num_ranks first", "ld.nc topk_idx; bar.sync",
         "Shared memory: for every rank my tokens that go there, and those of them before this block's first token."),

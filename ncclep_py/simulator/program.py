@@ -15,7 +15,7 @@ import torch
 from ncclep_py.config import GroupConfig, Layout
 from ncclep_py.errors import Code, ErrorRecord
 from ncclep_py.kernels import ll_combine, ll_dispatch
-from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.kernels.shape import PLAIN, KernelShape
 from ncclep_py.memory_map import FLIGHT_NEXT
 from ncclep_py.reference import ll_expert_major_combine, ll_expert_major_dispatch
 from ncclep_py.signature import OpKind, Signature
@@ -70,6 +70,7 @@ class Program:
     """
 
     layout = Layout.EXPERT_MAJOR
+    wire = PLAIN
 
     def __init__(self, sim: Simulator, config: GroupConfig, num_tokens: Sequence[int], num_topk: int | None = None, idx_bytes: int = 8,
                  epoch: int = 1, grids: Sequence[tuple[int | None, int | None]] | None = None, seed: int = 0,
@@ -89,7 +90,7 @@ class Program:
         """
         self.sim, self.config, self.num_tokens, self.ranks = sim, config, list(num_tokens), range(sim.num_ranks)
         self.num_topk = num_topk or config.num_topk
-        self.shape = KernelShape.build(config, sim.num_ranks, self.num_topk, idx_bytes, self.layout)
+        self.shape = KernelShape.build(config, sim.num_ranks, self.num_topk, idx_bytes, self.layout, self.wire)
         self.dtype, self.rng = config.token_type.torch_dtype(), torch.Generator().manual_seed(seed)
         self.grids = grids or [(None, None)] * sim.num_ranks
         self.kernels = {"dispatch": make_dispatch(self.shape, sim.vocabulary), "combine": make_combine(self.shape, sim.vocabulary)}
@@ -225,6 +226,7 @@ class Program:
                        **tensors: object) -> None:
         shape, address = self.shape, self.local[rank].ctypes.data
         values = {name: value if isinstance(value, int) else self.sim.register(value, name, rank).address for name, value in tensors.items()}
+        values.setdefault("scales", 0)
         values |= {"window": self.window, "rank": rank, "local": address, "record": self.records[rank].ctypes.data, "slot": shape.window.slot(slot),
                    "num_tokens": self.num_tokens[rank], "table": address + shape.local.table(slot), "header": address + shape.local.header(slot),
                    "handle": handle, "signature": signature.pack(), "status": status, "timeout": self.config.wait_ns,
