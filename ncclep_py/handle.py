@@ -387,6 +387,17 @@ class Handle:
             self._launch("ll_combine", slot, Status.GO, (weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens), (weights, made.tokens))
         return made.tokens
 
+    def expert_rows(self) -> torch.Tensor:
+        """Rows of the window from which combine reads without a copy, ``[L, R * M, hidden]`` or ``[R, M, hidden]`` of the group's dtype.
+
+        Without a recipe these are the received tokens themselves. After QUANT_FWD or DS_FP8 they take the place of received tokens and scales, so
+        write them when those have been used, as the second matrix product of an expert does. Valid from this handle's dispatch until its combine.
+        """
+        self._check_open("give out rows")
+        if self._slot < 0 or self.group.slot_owner[self._slot] != self.id:
+            raise EpError("expert_rows needs a dispatch of this handle before it, and no combine since")
+        return self._rows(self._slot)
+
     def _check_combine(self, given: CombineInputs, made: CombineOutputs, weights: Any, config: CombineConfig, slot: int) -> None:
         group, seen = self.group, self._seen
         self._check_staged(config.send_only)

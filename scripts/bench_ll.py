@@ -4,8 +4,10 @@
     python3 scripts/bench_ll.py                      # LocalWorld: all ranks in this process
     python3 scripts/bench_ll.py --processes          # one process per rank; start NVIDIA's MPS first, else their kernels take turns
     python3 scripts/bench_ll.py --floors             # copy, write and read bandwidth, empty kernels
+    python3 scripts/bench_ll.py --routing zipf       # skewed routing: few experts get most tokens; one_rank: rank 0 gets all
 
-Experts are the identity, so every result is known and compared bit for bit before anything is timed. `pair_us` is one dispatch plus one combine:
+Experts are the identity, so every result is known and compared bit for bit before anything is timed (with a recipe they turn rows back into bf16, and
+are left out of what is timed). `moved_mb` counts the bytes all ranks together read and write in a pair. `pair_us` is one dispatch plus one combine:
 20 pairs in a CUDA graph, all ranks started together, the slowest rank of each replay, median over replays. That figure holds a twentieth of the
 skew with which the host starts the ranks; `chained_pair_us` does not: it is the slope between graphs of 20 and of 100 pairs. `flushed_pair_us` writes
 320 MB (all ranks together) between dispatch and combine and takes off what writing alone costs. One-GPU figures: nothing here crosses NVLink.
@@ -27,8 +29,19 @@ from typing import Any
 
 import torch
 
-from ncclep_py import Communicator, Group, GroupConfig, Layout, LocalWorld
-from ncclep_py.reference import fma32
+from ncclep_py import (
+    CombineOutputs,
+    Communicator,
+    DispatchConfig,
+    DispatchInputs,
+    DispatchOutputs,
+    DispatchQuant,
+    Group,
+    GroupConfig,
+    Layout,
+    LocalWorld,
+)
+from ncclep_py.reference import fma32, quantize_ds_fp8
 from ncclep_py.signature import OpKind
 from ncclep_py.testing import bits_equal, random_routing, stamped_tokens
 
@@ -37,9 +50,41 @@ CASES = [
     dict(ranks=8, experts=128, tokens=8, sms=16),
     dict(ranks=8, experts=128, tokens=1, sms=16),
     dict(ranks=4, experts=256, tokens=128, sms=32),
+    dict(ranks=8, experts=128, tokens=128, sms=16, layout="rank_major"),
+    dict(ranks=8, experts=128, tokens=128, sms=16, recipe="ds_fp8"),
+    dict(ranks=8, experts=128, tokens=128, sms=16, layout="rank_major", recipe="ds_fp8"),
 ]
 PAIRS, CHAIN, REPLAYS, WARM_UP, FLUSH_BYTES, WAIT_S = 20, 100, 12, 2, 320 << 20, 120
 Launch = Callable[[], None]
+
+
+def routing(case: dict[str, Any], rank: int) -> torch.Tensor:
+    """Distinct expert ids ``[T, K]`` of one rank: uniform, all of rank 0, or by Zipf's law over experts in an order all ranks share."""
+    tokens, topk, experts = case["tokens"], case["topk"], case["experts"]
+    how = case.get("routing", "uniform")
+    if how == "uniform":
+        return random_routing(rank, tokens, topk, experts)
+    if how == "one_rank":
+        return random_routing(rank, tokens, topk, experts // case["ranks"])
+    order = torch.randperm(experts, generator=torch.Generator().manual_seed(7))
+    noise = -torch.log(-torch.log(torch.rand(tokens, experts, generator=torch.Generator().manual_seed(rank + 99)).clamp(1e-9, 1 - 1e-7)))
+    return order[(noise - torch.log(torch.arange(1, experts + 1).float())).topk(topk, 1).indices]
+
+
+def owners(case: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
+    """Number of distinct ranks each token goes to."""
+    return torch.tensor([len(set(row)) for row in (ids // (case["experts"] // case["ranks"])).tolist()])
+
+
+def moved_mb(case: dict[str, Any]) -> float:
+    """Megabytes that all ranks together read and write in a dispatch and a combine; ids, weights and control words left out."""
+    row = 2 * case["hidden"]
+    sent = row // 2 + case["hidden"] // 32 if "recipe" in case else row
+    rows, tokens = 0, case["ranks"] * case["tokens"]
+    for rank in range(case["ranks"]):
+        ids = routing(case, rank)
+        rows += int(owners(case, ids).sum()) if case.get("layout") == "rank_major" else ids.numel()
+    return round((tokens * row + rows * sent + rows * row + tokens * row) / 1e6, 1)
 
 
 def expected(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -53,34 +98,56 @@ def expected(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 class Rank:
     """One rank's inputs, handle and graphs for one case."""
 
-    def __init__(self, comm: Communicator, case: dict[str, int], meet: Launch) -> None:
+    def __init__(self, comm: Communicator, case: dict[str, Any], meet: Launch) -> None:
         self.comm, self.case, self.meet = comm, case, meet
         config = GroupConfig(num_experts=case["experts"], max_dispatch_tokens_per_rank=case["tokens"], hidden=case["hidden"], num_topk=case["topk"],
                              max_num_sms=case["sms"], timeout_ns=10_000_000_000)
         self.group = Group.create(comm, config)
-        ids = random_routing(comm.rank, case["tokens"], case["topk"], case["experts"])
+        ids = routing(case, comm.rank)
         self.ids = ids.to(comm.device)
         self.tokens = stamped_tokens(comm.rank, case["tokens"], case["hidden"], torch.bfloat16).to(comm.device)
         weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(comm.rank)) + 0.01
         self.weights = (weights / weights.sum(1, keepdim=True)).to(comm.device)
-        self.handle = self.group.create_handle(Layout.EXPERT_MAJOR, self.ids)
+        self.rank_major, self.quantised = case.get("layout") == "rank_major", "recipe" in case
+        self.handle = self.group.create_handle(Layout.RANK_MAJOR if self.rank_major else Layout.EXPERT_MAJOR, self.ids)
+        self.inputs = DispatchInputs(self.tokens, self.weights if self.rank_major else None)
+        self.recipe = DispatchConfig(quant_recipe=DispatchQuant.DS_FP8E3M4 if self.quantised else DispatchQuant.NONE)
+        self.want = self.expected(ids)
         self.flush = torch.empty(FLUSH_BYTES // case["ranks"], dtype=torch.uint8, device=comm.device)
         self.out = torch.empty_like(self.tokens)
 
-    def pair(self, flush: bool = False) -> None:
-        from ncclep_py import CombineOutputs
+    def expected(self, ids: torch.Tensor) -> torch.Tensor:
+        """What combine must give, on the CPU."""
+        x = self.tokens.cpu()
+        if self.quantised:
+            q, scales = quantize_ds_fp8(x)
+            x = (q.float() * scales.repeat_interleave(128, 1)).bfloat16()
+        if not self.rank_major:
+            return expected(x, self.weights)
+        counts, sums = owners(self.case, ids)[:, None], torch.zeros(x.shape)
+        for i in range(self.case["ranks"]):
+            sums = torch.where(counts > i, sums + x.float(), sums)
+        return sums.bfloat16()
 
-        received = self.handle.dispatch(self.tokens)
+    def dispatch(self) -> DispatchOutputs:
+        return self.handle.dispatch(self.inputs, config=self.recipe)
+
+    def pair(self, flush: bool = False, experts: bool = False) -> None:
+        received = self.dispatch()
+        rows = self.handle.expert_rows()
+        if experts and self.quantised:
+            assert received.scales is not None
+            rows.copy_(received.tokens.float() * received.scales.repeat_interleave(128, 2))
         if flush:
             self.flush.zero_()
-        self.handle.combine(received.tokens, CombineOutputs(self.out, self.weights))
+        self.handle.combine(rows, CombineOutputs(self.out, self.weights))
 
-    def check(self) -> bool:
-        for _ in range(3):
+    def check(self, rounds: int = 3) -> bool:
+        for _ in range(rounds):
             self.out.fill_(float("nan"))
-            self.pair()
+            self.pair(experts=True)
         self.group.check()
-        return bits_equal(self.out.cpu(), expected(self.tokens, self.weights))
+        return bits_equal(self.out.cpu(), self.want)
 
     def graph(self, action: Launch, repeats: int) -> torch.cuda.CUDAGraph:
         captured = torch.cuda.CUDAGraph()
@@ -137,23 +204,20 @@ def measure(comm: Communicator, case: dict[str, Any], meet: Launch | None = None
     result["chained_pair_us"] = rank.slope(rank.pair)
     result["heads_pair_us"] = rank.slope(lambda: [rank.group.rendezvous(OpKind.COMBINE) for _ in range(2)])
     result["empty_pair_us"] = rank.replayed(lambda: [one.fill_(1) for _ in range(2)])
-    result["dispatch_us"] = rank.slope(lambda: rank.handle.dispatch(rank.tokens))
+    result["dispatch_us"] = rank.slope(rank.dispatch)
     flush = statistics.median(rank.slope(lambda: rank.flush.zero_()))
     result["flushed_pair_us"] = [both - flush for both in rank.slope(lambda: rank.pair(True))]
     if meet is not None:
         result["eager_pair_us"] = [t / PAIRS for t in rank.timed(lambda: [rank.pair() for _ in range(PAIRS)])]
     result["host_us"] = [rank.host_us() for _ in range(3)][1:]
-    rank.out.fill_(float("nan"))
-    rank.pair()
-    rank.group.check()
-    result["verified"] = verified and bits_equal(rank.out.cpu(), expected(rank.tokens, rank.weights))
+    result["verified"] = rank.check(1) and verified
     rank.group.close()
     return result
 
 
 def summary(case: dict[str, Any], by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """The slowest rank of each replay, then the median over replays."""
-    row = {**case, "verified": all(r["verified"] for r in by_rank)}
+    row = {**case, "moved_mb": moved_mb(case), "verified": all(r["verified"] for r in by_rank)}
     for key in by_rank[0]:
         if key != "verified":
             slowest = [max(step) for step in zip(*(r[key] for r in by_rank), strict=True)]
@@ -231,13 +295,14 @@ def main() -> int:
     ap.add_argument("--case", type=int, help="index of one case only")
     ap.add_argument("--hidden", type=int, default=7168)
     ap.add_argument("--topk", type=int, default=8)
+    ap.add_argument("--routing", choices=["uniform", "one_rank", "zipf"], default="uniform", help="who gets the tokens (default uniform)")
     args = ap.parse_args()
     if args.floors:
         print(json.dumps(floors()), flush=True)
         return 0
     bad = 0
     for case in CASES if args.case is None else [CASES[args.case]]:
-        full = {"topk": args.topk, "hidden": args.hidden, **case}
+        full = {"topk": args.topk, "hidden": args.hidden, **case} | ({} if args.routing == "uniform" else {"routing": args.routing})
         try:
             row = run_processes(full) if args.processes else run_local(full)
         except Exception:

@@ -231,6 +231,30 @@ def test_outputs_given_as_plain_tensors(layout: Layout) -> None:
     run(3, program)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_write_where_combine_reads(layout: Layout) -> None:
+    """Without a recipe the received tokens, after one the same bytes with the group's dtype; not before a dispatch, nor after the combine."""
+    cfg = config(6, 4, 512, 2, num_slots=2)
+    case = Quantised(cfg, [4, 3, 0], layout, FP8)
+
+    def program(comm: Any) -> None:
+        with Group.create(comm, cfg) as group:
+            handle = case.handle(group)
+            with pytest.raises(EpError, match="expert_rows needs a dispatch"):
+                handle.expert_rows()
+            got = case.dispatch(comm.rank, handle)
+            rows = handle.expert_rows()
+            assert rows.dtype is torch.bfloat16 and rows.shape == (*got.tokens.shape[:2], 512) and rows.data_ptr() == got.tokens.data_ptr()
+            rows.fill_(1)
+            handle.combine(rows, topk_weights=torch.ones(case.ids[comm.rank].shape))
+            with pytest.raises(EpError, match="expert_rows needs a dispatch"):
+                handle.expert_rows()
+            plain = handle.dispatch(DispatchInputs(case.tokens[comm.rank], case.inputs(comm.rank).topk_weights))
+            assert handle.expert_rows() is plain.tokens
+
+    run(3, program)
+
+
 def test_recipes_and_layouts_in_turn() -> None:
     cfg = config(6, 6, 512, 3, num_slots=2, max_token_bytes=1072)
     steps([Quantised(cfg, [6, 0, 5], LAYOUTS[s % 2], (FP8, FP8_ROUNDED)[s // 2 % 2], seed=s) if s % 3 else
