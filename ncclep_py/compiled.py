@@ -10,7 +10,8 @@ from typing import Any
 from ncclep_py import cubin as cubin_file
 from ncclep_py import toolchain
 from ncclep_py.kernel_cache import KernelCache, digest_of
-from ncclep_py.kernels import ll_combine, ll_dispatch, ll_rank_major_dispatch, ll_staged
+from ncclep_py.kernels import ht_combine, ht_copy, ht_count, ht_dispatch, ht_prepare, ll_combine, ll_dispatch, ll_rank_major_dispatch, ll_staged
+from ncclep_py.kernels.ht_shape import HTShape
 from ncclep_py.kernels.shape import KernelShape
 
 __all__ = ["KERNELS", "CompiledKernel", "KernelSpec", "compile_kernel", "fingerprint", "parameters_of"]
@@ -23,6 +24,11 @@ KERNELS: dict[str, tuple[Callable[..., Callable[..., None]], tuple[str, ...]]] =
     "ll_dispatch_complete": (ll_staged.make_ll_dispatch_complete, ll_staged.DISPATCH_COMPLETE_PARAMETERS),
     "ll_combine_send": (ll_staged.make_ll_combine_send, ll_staged.COMBINE_SEND_PARAMETERS),
     "ll_combine_complete": (ll_staged.make_ll_combine_complete, ll_staged.COMBINE_COMPLETE_PARAMETERS),
+    "ht_count": (ht_count.make_ht_count, ht_count.PARAMETERS),
+    "ht_prepare": (ht_prepare.make_ht_prepare, ht_prepare.PARAMETERS),
+    "ht_dispatch": (ht_dispatch.make_ht_dispatch, ht_dispatch.PARAMETERS),
+    "ht_combine": (ht_combine.make_ht_combine, ht_combine.PARAMETERS),
+    "ht_copy": (ht_copy.make_ht_copy, ht_copy.PARAMETERS),
 }
 """Factory and run-time parameters by kernel name."""
 
@@ -34,7 +40,7 @@ class KernelSpec:
     """What is compiled: a name of `KERNELS` and its constants."""
 
     name: str
-    shape: KernelShape
+    shape: KernelShape | HTShape
 
     def __post_init__(self) -> None:
         if self.name not in KERNELS:

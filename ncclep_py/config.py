@@ -171,6 +171,8 @@ class GroupConfig:
         checked: look at expert ids on the host before a dispatch (costs a host synchronisation) and raise if one is >= num_experts.
         max_token_bytes: most bytes of one dispatched row and its scales (QUANT_FWD); if set it must be at least ``hidden * itemsize``, which is what
             AUTO means.
+        overflow_policy: HT: what happens to rows beyond ``max_recv_tokens_per_rank``: TRAP (AUTO) drops them and every rank raises
+            `EpOverflowError`, DROP drops them silently; needs an explicit budget.
     """
 
     num_experts: int
@@ -186,6 +188,7 @@ class GroupConfig:
     timeout_ns: int = AUTO
     checked: bool = False
     max_token_bytes: int = AUTO
+    overflow_policy: OverflowPolicy = OverflowPolicy.AUTO
 
     def __post_init__(self) -> None:
         _whole("num_experts", self.num_experts, 1, 1 << 16)
@@ -199,6 +202,9 @@ class GroupConfig:
         _whole("timeout_ns", self.timeout_ns, 0, 1 << 62)
         _whole("max_token_bytes", self.max_token_bytes, 0)
         object.__setattr__(self, "algorithm", _member("algorithm", Algorithm, self.algorithm))
+        object.__setattr__(self, "overflow_policy", _member("overflow_policy", OverflowPolicy, self.overflow_policy))
+        if self.algorithm is Algorithm.HIGH_THROUGHPUT:
+            self._check_budget()
         if self.num_topk > self.num_experts:
             raise ValueError(f"num_topk must be at most num_experts = {self.num_experts}, got {self.num_topk}")
         if self.row_bytes % ROW_ALIGNMENT:
@@ -208,6 +214,14 @@ class GroupConfig:
             )
         if self.max_token_bytes and self.max_token_bytes < self.row_bytes:
             raise ValueError(f"max_token_bytes must be at least one row, {self.row_bytes} bytes, got {self.max_token_bytes}")
+
+    def _check_budget(self) -> None:
+        """``ValueError`` unless the HT budget fits the other fields."""
+        if self.max_recv_tokens_per_rank and self.max_recv_tokens_per_rank < self.max_dispatch_tokens_per_rank:
+            raise ValueError(f"max_recv_tokens_per_rank must be AUTO or at least max_dispatch_tokens_per_rank = {self.max_dispatch_tokens_per_rank}, "
+                             f"got {self.max_recv_tokens_per_rank}")
+        if self.overflow_policy is OverflowPolicy.DROP and not self.max_recv_tokens_per_rank:
+            raise ValueError("overflow_policy DROP needs an explicit max_recv_tokens_per_rank, got AUTO")
 
     @property
     def token_type(self) -> TokenType:

@@ -16,10 +16,11 @@ class OpKind(enum.IntEnum):
     CLOSE = 3
     STAGED_DISPATCH = 4
     STAGED_COMBINE = 5
+    UPDATE = 6
 
 
 _FIELDS = (("kind", 4), ("layout", 4), ("token_type", 4), ("recipe", 4), ("slot", 6), ("num_topk", 6), ("row_vectors", 20), ("global_ids", 1),
-           ("scale_vectors", 8))
+           ("scale_vectors", 8), ("backward", 1), ("alignment", 5))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +35,10 @@ class Signature:
         slot: payload slot.
         num_topk: K.
         row_vectors: 16-byte vectors of a row.
-        global_ids: numbering of the ids RANK_MAJOR receives, 0 from the receiver's first expert, 1 from the group's.
+        global_ids: numbering of the ids RANK_MAJOR and FLAT receive, 0 from the receiver's first expert, 1 from the group's.
         scale_vectors: 16-byte vectors of a scale row (QUANT_FWD).
+        backward: 1 in a backward pass (HT).
+        alignment: logarithm of the alignment of zones (HT).
     """
 
     kind: int
@@ -47,6 +50,8 @@ class Signature:
     row_vectors: int
     global_ids: int = 0
     scale_vectors: int = 0
+    backward: int = 0
+    alignment: int = 0
 
     def pack(self) -> int:
         """The signature as a non-negative integer below 2^63."""

@@ -21,6 +21,7 @@ from ncclep_py.kernels.shape import KernelShape, Wire
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BLOCK = 512
+LL_KERNELS = [name for name in launch.KERNELS if not name.startswith("ht_")]   # the others: test_ht_compile.py
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,14 +48,14 @@ def fits(made: launch.CompiledKernel) -> None:
 # ---- kernels -----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("idx_bytes", [4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", launch.KERNELS)
+@pytest.mark.parametrize("name", LL_KERNELS)
 def test_kernel_fits(name, dtype, idx_bytes):
     made = launch.compile_kernel(launch.KernelSpec(name, shape(dtype, idx_bytes)))
     fits(made)
     assert name in made.symbol and made.cubin.startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize("name", launch.KERNELS)
+@pytest.mark.parametrize("name", LL_KERNELS)
 def test_kernel_fits_with_the_most_experts_per_token_and_one_rank(name):
     fits(launch.compile_kernel(launch.KernelSpec(name, shape(num_topk=32, ranks=1))))
 
@@ -107,7 +108,7 @@ def supported() -> set[int]:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100", "sm_120"])
-@pytest.mark.parametrize("name", launch.KERNELS)
+@pytest.mark.parametrize("name", LL_KERNELS)
 def test_kernel_fits_on_other_architectures(name, arch):
     if int(arch[3:]) not in supported():
         pytest.skip(f"this NVRTC does not know {arch}")
@@ -157,7 +158,7 @@ def others(typed) -> set[str]:
     return {t for t in map(str, types.values()) if not PLAIN.fullmatch(t)} | set(re.findall(r"\b(?:double|float|half)\b", llvm))
 
 
-@pytest.mark.parametrize("name", launch.KERNELS)
+@pytest.mark.parametrize("name", LL_KERNELS)
 def test_kernel_has_int64_only(name, typed):
     factory, parameters = launch.KERNELS[name]
     toolchain.kernel_ltoir(factory, shape(), parameters, "sm_90")

@@ -148,7 +148,8 @@ def test_combine_mutant_is_red(name: str) -> None:
 
 # ---- effects -----------------------------------------------------------------------------------------------------------------
 STAGED = {"count_bank", "outcome", "keep_counters", "store_origins", "copy_table", "count_rows", "push_row", "reduce_row"}   # tests/test_staged.py
-OTHER_PROGRAMS = {"count_ranks", "assign_ranks", "send_routing", "publish_arrived_rows", "take_arrived_rows", "sum_row"}
+OTHER_PROGRAMS = {"count_ranks", "assign_ranks", "send_routing", "publish_arrived_rows", "take_arrived_rows", "sum_row",
+                  *(name for name in OPS if name.startswith("ht_"))}
 """Operations that the programs of this file do not use; their mutants stand in tests of their own."""
 
 

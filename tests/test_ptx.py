@@ -25,6 +25,8 @@ from ncclep_py.kernels.ops import OPS, Op
 POINTERS = ("word", "header", "counter", "fail", "record", "topk_idx", "tokens", "weights", "out", "table", "expert_counters",
             "heads", "arrived", "counts", "slot", "topk_weights", "slot_ids", "slot_weights", "src_rank_counters", "slot_scales", "kept", "copied",
             "origins", "rows", "staging")
+POINTERS += ("partials", "hits", "kept_rows", "routes", "places", "zones", "expert_offsets", "unpadded", "total", "recv_idx", "recv_weights", "grads",
+             "source", "target")
 NOUN = {"word": "epoch", "counter": "blocks_done", "counts": "count", "heads": "head"}   # parameter -> noun, where they differ
 SYNONYM = {"signature": "head"}   # two words of one HEAD; loads cannot be told apart, stores by what they store
 FAILURE = {"ld.relaxed.gpu fail", "atom.relaxed.gpu fail", "ld.volatile record", "st.volatile record", "membar.sys", "fence.sc.sys"}
@@ -279,6 +281,8 @@ def test_compiled_effects_are_the_declared_ones(ptx, name):
 LOADS, STORES = ("ld.relaxed.sys.global.u64", "st.relaxed.sys.global.u64")
 WAITS = {"wait_heads", "wait_counts", "sum_counts", "wait_arrived", "take_arrived_rows"}
 PUBLISHES = {"publish_head", "publish_abort", "publish_counts", "publish_arrived", "publish_arrived_rows"}
+HT_WAITS, HT_PUBLISHES = {"ht_wait_hits", "ht_store_zones"}, {"ht_publish_hits", "ht_publish_kept"}
+WAITS, PUBLISHES = WAITS | HT_WAITS, PUBLISHES | HT_PUBLISHES
 FENCES = {"publish_head", "wait_heads", "publish_arrived", "wait_arrived", "publish_arrived_rows"}
 MAY_FAIL = {op.name for op in OPS.values() if "record" in op.parameters}
 SIGNATURE_STORES = "  for (int peer = lane(); peer < num_ranks; peer += 32) store_relaxed_sys(peer_at(window, at, peer), signature);\n"
@@ -340,7 +344,7 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     "FAIL is read plainly": (None, "ld.relaxed.gpu.global.u64", "ld.global.u64", MAY_FAIL | {"op_code", "publish_abort", "outcome"}),
     "FAIL is claimed within a block": (None, "atom.relaxed.gpu.global.cas", "atom.relaxed.cta.global.cas", MAY_FAIL),
     "rows of the window through the read-only cache": (None, "ld.global.L1::no_allocate.v4.u32", "ld.global.nc.L1::no_allocate.v4.u32",
-                                                       {"gather_row", "sum_row", "push_row", "reduce_row"}),
+                                                       {"gather_row", "sum_row", "push_row", "reduce_row", "ht_gather_row", "ht_copy_rows"}),
     "count_rows: no barrier after": ("count_rows", "  }\n  __syncthreads();", "  }", {"count_rows"}),
     "reduce_row: row table through the read-only cache": ("reduce_row", "((const int*)table)[at]", "__ldg((const int*)table + at)", {"reduce_row"}),
     "push_row: origins through the read-only cache": ("push_row", "*(const u32*)peer_at(window, origins + 4 * place, rank)",

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from ncclep_py.kernels.ht_vocabulary import HT_OPERATIONS, HT_PARAMETERS
+
 __all__ = ["OPS", "PARAMETERS", "Op", "Vocabulary"]
 
 
@@ -94,7 +96,7 @@ PARAMETERS = {
     "places": "places of a rank in a staging slot, M * K",
     "row": "index of a received row, counted over the local experts",
     "counter": "address of BLOCKS_DONE",
-}
+} | HT_PARAMETERS
 """Meaning of the parameters."""
 
 
@@ -204,6 +206,7 @@ OPS: dict[str, Op] = {op.name: op for op in (
         "ld.weak table; ld.weak slot; st.weak out",
         "A piece of one combined row: fp32 sum of the token's rows, one per rank, in the order of their first k, one rounding."),
 )}
+OPS |= {op[0]: _op(*op) for op in HT_OPERATIONS}
 """All operations by name."""
 
 

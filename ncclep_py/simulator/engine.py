@@ -157,7 +157,7 @@ class Simulator:
             return
         for region in self.windows[window]:
             for part in region.parts:
-                if part.name in (f"SLOT{operation.slot}", f"ROUTING{operation.slot}"):
+                if part.name in [f"{kind}{operation.slot}" for kind in ("SLOT", "ROUTING", "IDX", "WEIGHTS")]:
                     region.bytes[part.begin:part.end] = POISON
                     self.poisoned += part.name.startswith("SLOT")
 

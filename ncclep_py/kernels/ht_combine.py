@@ -1,0 +1,59 @@
+"""High-throughput combine, FLAT and EXPERT_MAJOR, forward and backward: every rank pulls the rows of its tokens and adds them up.
+
+Phases: 1 head, 2 wait, 3 rows. The operation ends without a rendezvous: the next one's HEAD says that this rank has pulled.
+Design and safety: ``ncclep_py.ht_memory_map``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ncclep_py.kernels.ht_shape import HTShape
+from ncclep_py.kernels.ops import Vocabulary
+
+__all__ = ["PARAMETERS", "make_ht_combine"]
+
+PARAMETERS = ("window", "rank", "local", "record", "maps", "out", "grads", "num_tokens", "slot", "header", "handle", "signature", "status", "timeout")
+"""Run-time values of a launch, all 64-bit integers; `grads` is 0 in a forward pass."""
+
+
+def make_ht_combine(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
+    """The kernel for one shape, over one implementation of the vocabulary."""
+    RANKS, EXPERTS, TOPK, ROW_BYTES, TYPE, BY_RANK = (
+        shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, int(shape.token_type), shape.by_rank)
+    HEADS, ARRIVED, WEIGHTS = shape.window.heads, shape.window.arrived, shape.window.slot_weights
+    EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
+    HEADER, ROUTES, PLACES = shape.maps.header, shape.maps.routes, shape.maps.places
+    block_idx, warp_idx, read_epoch, advance_epoch = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch
+    end_token, warp_token, token_step = ops.end_token, ops.warp_token, ops.token_step
+    begin_vector, end_vector = ops.begin_vector, ops.end_vector
+    publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
+    check_header, last_block, op_code = ops.check_header, ops.last_block, ops.op_code
+    map_status, gather_row, gather_weights = ops.ht_map_status, ops.ht_gather_row, ops.ht_gather_weights
+
+    def ht_combine(window, rank, local, record, maps, out, grads, num_tokens, slot, header, handle, signature, status, timeout):  # noqa: ANN001, ANN202
+        epoch, fail = read_epoch(local + EPOCH), local + FAIL
+        # ---- 1 head: my experts' rows are written ----------------------------------------------------------------------
+        if block_idx() == 0:
+            if warp_idx() == 0:
+                publish_head(window, HEADS, rank, RANKS, epoch, signature, map_status(maps + HEADER, handle, status))
+        # ---- 2 wait ----------------------------------------------------------------------------------------------------
+        code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
+        if code == 0:
+            code = check_header(header, handle, rank, epoch, fail, record)
+        # ---- 3 rows ----------------------------------------------------------------------------------------------------
+        if code == 0:
+            begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
+            for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
+                gather_row(window, slot, maps + ROUTES, out, token, TOPK, ROW_BYTES, TYPE, begin, stop)
+                if begin == 0 and stop > 0:
+                    if grads != 0:
+                        gather_weights(window, slot + WEIGHTS, maps + PLACES, grads, token, TOPK, EXPERTS, RANKS, BY_RANK)
+        if last_block(local + BLOCKS_DONE) == 1:
+            code = op_code(fail, epoch)
+            if warp_idx() == 0:
+                if code != 0:
+                    publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
+                advance_epoch(local + EPOCH, epoch)
+
+    return ht_combine
