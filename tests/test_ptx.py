@@ -25,8 +25,8 @@ from ncclep_py.kernels.ops import OPS, Op
 POINTERS = ("word", "header", "counter", "fail", "record", "topk_idx", "tokens", "weights", "out", "table", "expert_counters",
             "heads", "arrived", "counts", "slot", "topk_weights", "slot_ids", "slot_weights", "src_rank_counters", "slot_scales", "kept", "copied",
             "origins", "rows", "staging")
-POINTERS += ("partials", "hits", "kept_rows", "routes", "places", "zones", "expert_offsets", "unpadded", "total", "recv_idx", "recv_weights", "grads",
-             "source", "target")
+POINTERS += ("partials", "hits", "kept_rows", "routes", "place_table", "zones", "expert_offsets", "unpadded", "total", "recv_idx", "recv_weights",
+             "grads", "source", "target")
 NOUN = {"word": "epoch", "counter": "blocks_done", "counts": "count", "heads": "head"}   # parameter -> noun, where they differ
 SYNONYM = {"signature": "head"}   # two words of one HEAD; loads cannot be told apart, stores by what they store
 FAILURE = {"ld.relaxed.gpu fail", "atom.relaxed.gpu fail", "ld.volatile record", "st.volatile record", "membar.sys", "fence.sc.sys"}

@@ -262,7 +262,7 @@ def ht_assign(call: Call, task: Task, topk_idx: int, idx_bytes: int, num_tokens:
 
     return call.perform(
         task, (topk_idx, idx_bytes, num_tokens, num_topk, num_experts, num_ranks, by_rank, chunks, alignment, budget, rank, routes, places),
-        {"topk_idx": number, "routes": lambda a: store(a, routes, made[0]), "places": lambda a: store(a, places, made[1])})
+        {"topk_idx": number, "routes": lambda a: store(a, routes, made[0]), "place_table": lambda a: store(a, places, made[1])})
 
 
 def ht_publish_kept(call: Call, task: Task, window: int, kept: int, places: int, num_tokens: int, num_topk: int, num_experts: int, num_ranks: int,
@@ -293,7 +293,7 @@ def ht_publish_kept(call: Call, task: Task, window: int, kept: int, places: int,
                 call.scheduler.split()
 
     return call.perform(task, (window, kept, places, num_tokens, num_topk, num_experts, num_ranks, by_rank, budget, rank, epoch),
-                        {"places": load, "kept_rows": publish})
+                        {"place_table": load, "kept_rows": publish})
 
 
 def ht_store_zones(call: Call, task: Task, window: int, kept: int, rank: int, num_ranks: int, num_experts: int, by_rank: int, alignment: int,
@@ -446,7 +446,7 @@ def ht_scatter_weights(call: Call, task: Task, window: int, recv_idx: int, recv_
             access.write(at(recv_weights, 4, (p >> 40) // local, p & LOW, p >> 32 & 255), np.array([w], np.float32).view(np.uint8))
 
     return call.perform(task, (), {"routes": lambda a: route.extend(_table(a, routes, token, num_topk)),
-                                   "places": lambda a: place.extend(_table(a, places, token, num_topk)),
+                                   "place_table": lambda a: place.extend(_table(a, places, token, num_topk)),
                                    "weights": load, "recv_idx": store_ids, "recv_weights": store_weights})
 
 
@@ -529,7 +529,7 @@ def ht_gather_weights(call: Call, task: Task, window: int, recv_weights: int, pl
                 row = (p & LOW) * num_topk + (p >> 32 & 255) if by_rank else p & LOW
                 found[k] = access.read(call.sim.peer_address(task, window, recv_weights + 4 * row, (p >> 40) // local), 4).view(np.float32)[0]
 
-    return call.perform(task, (), {"places": lambda a: place.extend(_table(a, places, token, num_topk)), "recv_weights": pull,
+    return call.perform(task, (), {"place_table": lambda a: place.extend(_table(a, places, token, num_topk)), "recv_weights": pull,
                                    "grads": lambda a: a.write(grads + 4 * token * num_topk, found.view(np.uint8))})
 
 
