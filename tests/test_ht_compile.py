@@ -10,15 +10,16 @@ from test_compile import DTYPES, cache, fits, others, supported, typed  # noqa: 
 from ncclep_py import launch, toolchain
 from ncclep_py.config import Algorithm, GroupConfig, Layout
 from ncclep_py.kernels.ht_shape import HTShape
+from ncclep_py.kernels.shape import PLAIN, Wire
 
 HT_KERNELS = [name for name in launch.KERNELS if name.startswith("ht_")]
 LAYOUTS = (Layout.FLAT, Layout.EXPERT_MAJOR)
 
 
-def shape(layout: Layout, dtype: str = "bf16", idx_bytes: int = 8, num_topk: int = 8, ranks: int = 8, scale_bytes: int = 0) -> HTShape:
+def shape(layout: Layout, dtype: str = "bf16", idx_bytes: int = 8, num_topk: int = 8, ranks: int = 8, wire: Wire = PLAIN) -> HTShape:
     config = GroupConfig(num_experts=128, max_dispatch_tokens_per_rank=2048, hidden=7168, dtype=DTYPES[dtype], num_topk=num_topk,
                          algorithm=Algorithm.HIGH_THROUGHPUT)
-    return HTShape.build(config, ranks, num_topk, idx_bytes, layout, 128, 16, scale_bytes=scale_bytes)
+    return HTShape.build(config, ranks, num_topk, idx_bytes, layout, 128, 16, wire=wire)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -33,7 +34,7 @@ def test_kernel_fits(name, dtype, idx_bytes, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", HT_KERNELS)
 def test_kernel_fits_with_the_most_experts_per_token_one_rank_and_scales(name, layout):
-    fits(launch.compile_kernel(launch.KernelSpec(name, shape(layout, num_topk=32, ranks=1, scale_bytes=224))))
+    fits(launch.compile_kernel(launch.KernelSpec(name, shape(layout, num_topk=32, ranks=1, wire=Wire(7168, 224)))))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100", "sm_120"])
@@ -58,6 +59,6 @@ def test_rows_move_in_16_byte_vectors():
 @pytest.mark.parametrize("name", HT_KERNELS)
 def test_kernel_has_int64_only(name, layout, typed):  # noqa: F811
     factory, parameters = launch.KERNELS[name]
-    toolchain.kernel_ltoir(factory, shape(layout, scale_bytes=224), parameters, "sm_90")
+    toolchain.kernel_ltoir(factory, shape(layout, wire=Wire(7168, 224)), parameters, "sm_90")
     assert len(typed[0][0]) > len(parameters)
     assert others(typed) == set()

@@ -20,8 +20,8 @@ PARAMETERS = ("window", "rank", "local", "record", "maps", "tokens", "weights", 
 def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
     """The kernel for one shape, over one implementation of the vocabulary."""
     RANKS, EXPERTS, TOPK, ROW_BYTES, BY_RANK, LOCAL_EXPERTS = (
-        shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, shape.by_rank, shape.num_local)
-    SCALE_BYTES, SCALES = shape.scale_bytes, shape.window.recv_rows * shape.row_bytes
+        shape.num_ranks, shape.num_experts, shape.num_topk, shape.sent_bytes, shape.by_rank, shape.num_local)
+    SCALE_BYTES, SCALES = shape.wire.scale_bytes, shape.window.recv_rows * shape.sent_bytes
     HEADS, ARRIVED, IDX, WEIGHTS = shape.window.heads, shape.window.arrived, shape.window.slot_idx, shape.window.slot_weights
     EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
     HEADER, ZONES, ROUTES, PLACES = shape.maps.header, shape.maps.zones, shape.maps.routes, shape.maps.places

@@ -6,6 +6,7 @@ import dataclasses
 
 from ncclep_py.config import GroupConfig, Layout, OverflowPolicy, TokenType
 from ncclep_py.ht_memory_map import HTMaps, HTWindowMap, chunks_of, ht_local_map
+from ncclep_py.kernels.shape import PLAIN, Wire
 from ncclep_py.memory_map import LocalMap
 
 __all__ = ["HTShape"]
@@ -19,8 +20,8 @@ class HTShape:
         num_ranks: R.
         num_experts: E.
         num_topk: K of the handle.
-        row_bytes: bytes of a token row.
-        scale_bytes: bytes of a row of scales, 0 for none.
+        row_bytes: bytes of a token row of the group, which combine adds up.
+        wire: what dispatch sends of a row.
         token_type: element type of rows.
         idx_bytes: bytes of an expert id.
         by_rank: 1 for FLAT, 0 for EXPERT_MAJOR.
@@ -36,7 +37,7 @@ class HTShape:
     num_experts: int
     num_topk: int
     row_bytes: int
-    scale_bytes: int
+    wire: Wire
     token_type: TokenType
     idx_bytes: int
     by_rank: int
@@ -49,13 +50,18 @@ class HTShape:
 
     @classmethod
     def build(cls, config: GroupConfig, num_ranks: int, num_topk: int, idx_bytes: int, layout: Layout, alignment: int, num_blocks: int,
-              row_bytes: int = 0, scale_bytes: int = 0) -> HTShape:
-        """The constants for a handle; `row_bytes` 0: the group's."""
+              wire: Wire = PLAIN) -> HTShape:
+        """The constants for a handle."""
         by_rank = layout is Layout.FLAT
-        return cls(num_ranks, config.num_experts, num_topk, row_bytes or config.row_bytes, scale_bytes, config.token_type, idx_bytes, int(by_rank),
+        return cls(num_ranks, config.num_experts, num_topk, config.row_bytes, wire, config.token_type, idx_bytes, int(by_rank),
                    1 if by_rank else max(alignment, 1), chunks_of(config.num_experts, num_ranks, by_rank),
                    int(config.overflow_policy is not OverflowPolicy.DROP), HTWindowMap.build(config, num_ranks), ht_local_map(config),
                    HTMaps.build(config, num_ranks, num_topk, layout, num_blocks))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of one sent row."""
+        return self.wire.sent_bytes or self.row_bytes
 
     @property
     def num_local(self) -> int:

@@ -81,7 +81,8 @@ HT_OPERATIONS: tuple[tuple, ...] = (
     # ---- combine ------------------------------------------------------------------------------------------------------------
     ("ht_gather_row", "warp", "window slot routes out token num_topk row_bytes token_type begin_vector end_vector",
      "ld.weak routes; ld.weak slot; st.weak out", "A piece of one combined row: fp32 sum of the token's rows in route order, one rounding."),
-    ("ht_gather_weights", "warp", f"window recv_weights place_table grads token {_SIZES} by_rank", "ld.weak place_table; ld.weak recv_weights; st.weak grads",
+    ("ht_gather_weights", "warp", f"window recv_weights place_table grads token {_SIZES} by_rank",
+     "ld.weak place_table; ld.weak recv_weights; st.weak grads",
      "Gradients of one token's weights: each from its place, 0 where there is none."),
     # ---- a caller's own tensors -----------------------------------------------------------------------------------------------
     ("ht_copy_rows", "warp", "source target zones num_local visible row_bytes", "ld.weak zones; ld.weak source; st.weak target",

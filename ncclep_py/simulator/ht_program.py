@@ -227,8 +227,8 @@ class HTProgram:
 
     def _signature(self, kind: OpKind, slot: int, backward: bool = False) -> int:
         shape = self.shapes[0]
-        return Signature(kind, self.layout, shape.token_type, 0, slot, self.num_topk, shape.row_bytes // 16, int(self.global_ids), int(backward),
-                         shape.alignment.bit_length() - 1).pack()
+        return Signature(kind, self.layout, shape.token_type, 0, slot, self.num_topk, shape.row_bytes // 16, int(self.global_ids),
+                         backward=int(backward), alignment=shape.alignment.bit_length() - 1).pack()
 
     def _of_handle(self, rank: int, handle: int) -> dict[str, int]:
         at = self.local[rank].ctypes.data
