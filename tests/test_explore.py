@@ -6,23 +6,26 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from test_mutations import COMBINE_MUTANTS, DISPATCH_MUTANTS, mutant, one_bank
+from test_rank_major_mutations import MUTANTS as RANK_MAJOR_MUTANTS
 
 from ncclep_py.config import GroupConfig
 from ncclep_py.kernels import ll_combine, ll_dispatch
+from ncclep_py.kernels.ll_rank_major_dispatch import make_ll_rank_major_dispatch
 from ncclep_py.simulator import RaceError, SimulationError, Simulator
 from ncclep_py.simulator import ops as simulated
 from ncclep_py.simulator.explore import Exhaustive, Explored, explore
 from ncclep_py.simulator.program import Program
+from ncclep_py.simulator.rank_major_program import RankMajorProgram
 
 Build = Callable[[Exhaustive], tuple[Simulator, Callable[[], None]]]
 
 
-def toy(num_ranks: int, text: str, tokens: Sequence[int] = (1, 1, 1), **factories: Callable) -> Build:
+def toy(num_ranks: int, text: str, tokens: Sequence[int] = (1, 1, 1), group: type[Program] = Program, **factories: Callable) -> Build:
     """What `explore` builds: a sequence of operations on ranks of one warp."""
     def build(policy: Exhaustive) -> tuple[Simulator, Callable[[], None]]:
         sim = Simulator(num_ranks, policy=policy, blocks=1, warps=1)
         config = GroupConfig(num_experts=num_ranks, max_dispatch_tokens_per_rank=2, hidden=8, num_topk=1, num_slots=2)
-        p = Program(sim, config, tokens[:num_ranks], **factories)
+        p = group(sim, config, tokens[:num_ranks], **factories)
         p.play(text)
         return sim, p.check
 
@@ -33,6 +36,17 @@ def toy(num_ranks: int, text: str, tokens: Sequence[int] = (1, 1, 1), **factorie
 def test_every_schedule_is_right(num_ranks: int, text: str) -> None:
     found = explore(toy(num_ranks, text))
     assert found.complete and found.states > 100
+
+
+@pytest.mark.parametrize("num_ranks, text", [(2, "D X C D X C"), (2, "D D X C C"), (2, "D0 D1 X0 C0 D0 X1 C1"), (3, "D X C")])
+def test_every_schedule_of_rank_major_is_right(num_ranks: int, text: str) -> None:
+    found = explore(toy(num_ranks, text, group=RankMajorProgram))
+    assert found.complete and found.states > 100
+
+
+@pytest.mark.parametrize("name", ["no wait_heads", "no wait_arrived", "no publish_arrived_rows", "no take_arrived_rows"])
+def test_finds_broken_rank_major_dispatch(name: str) -> None:
+    red(toy(2, "D X C D X C", group=RankMajorProgram, make_dispatch=mutant(make_ll_rank_major_dispatch, *RANK_MAJOR_MUTANTS[name])))
 
 
 def test_rank_without_tokens() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from ncclep_py import EpError, Group, GroupConfig, Layout, LocalWorld, launch
+from ncclep_py import DispatchInputs, EpError, Group, GroupConfig, Layout, LocalWorld, launch
 from ncclep_py.errors import ErrorRecord
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
@@ -79,23 +79,27 @@ def test_shares_of_the_work(blocks: int, extra_kernel: Callable[..., None]) -> N
 
 
 # ---- what operations leave in memory ---------------------------------------------------------------------------------
-def state_after(backend: str, config: GroupConfig, ranks: int, counts: list[int], call: str) -> list[dict[str, object]]:
+def state_after(backend: str, config: GroupConfig, ranks: int, counts: list[int], call: str, layout: Layout) -> list[dict[str, object]]:
     """Everything a dispatch and a combine leave behind on each rank."""
     def program(comm: object) -> dict[str, object]:
         with Group.create(comm, config) as group:
             ids = random_routing(comm.rank, counts[comm.rank], config.num_topk, config.num_experts, dropped=0.2)
             if call == "overflow":
                 ids[:] = 0
-            handle = group.create_handle(Layout.EXPERT_MAJOR, ids.to(comm.device))
+            handle = group.create_handle(layout, ids.to(comm.device))
             tokens = stamped_tokens(comm.rank, counts[comm.rank], config.hidden, config.token_type.torch_dtype()).to(comm.device)
+            weights = weights_like(ids).to(comm.device)
             seen: dict[str, object] = {}
             try:
                 if call == "refused" and comm.rank == ranks - 1:
                     tokens = tokens.double()
-                got = handle.dispatch(tokens)
-                out = handle.combine(got.tokens, topk_weights=weights_like(ids).to(comm.device))
+                got = handle.dispatch(DispatchInputs(tokens, weights if layout is Layout.RANK_MAJOR else None))
+                out = handle.combine(got.tokens, topk_weights=weights)
                 comm.synchronize()
-                seen |= {"counters": got.layout_info.expert_counters.cpu(), "out": out.cpu()}
+                counters = got.layout_info.src_rank_counters if layout is Layout.RANK_MAJOR else got.layout_info.expert_counters
+                seen |= {"counters": counters.cpu(), "out": out.cpu()}
+                if layout is Layout.RANK_MAJOR:
+                    seen["ids"] = got.topk_idx.cpu()
                 if comm.backend == "nccl":
                     seen["record"] = ErrorRecord.read(group._record_words)
                 group.check()
@@ -111,16 +115,19 @@ def state_after(backend: str, config: GroupConfig, ranks: int, counts: list[int]
         return world.run(program)
 
 
-@pytest.mark.parametrize("call", ["good", "overflow", "refused"])
-def test_memory_after_operations_is_equal(call: str) -> None:
+@pytest.mark.parametrize(("call", "layout"), [("good", Layout.EXPERT_MAJOR), ("overflow", Layout.EXPERT_MAJOR), ("refused", Layout.EXPERT_MAJOR),
+                                             ("good", Layout.RANK_MAJOR), ("refused", Layout.RANK_MAJOR)])
+def test_memory_after_operations_is_equal(call: str, layout: Layout) -> None:
     for dtype, ranks, counts in ((torch.bfloat16, 3, [7, 0, 16]), (torch.float16, 4, [16, 1, 5, 9]), (torch.float32, 2, [16, 16])):
         config = GroupConfig(num_experts=ranks * 2, max_dispatch_tokens_per_rank=16, hidden=72, num_topk=min(3, ranks * 2), dtype=dtype,
                              max_num_sms=4, timeout_ns=5_000_000_000)
-        for gpu, sim in zip(state_after("nccl", config, ranks, counts, call), state_after("sim", config, ranks, counts, call), strict=True):
+        both = (state_after(backend, config, ranks, counts, call, layout) for backend in ("nccl", "sim"))
+        for gpu, sim in zip(*both, strict=True):
             assert torch.equal(gpu["control"], sim["control"])
             assert torch.equal(gpu["local"], sim["local"])
             assert gpu.get("raised") == sim.get("raised")
             assert call == "good" or call == "overflow" or "raised" in gpu
+            assert "ids" not in gpu or torch.equal(gpu["ids"], sim["ids"])
             if "out" in gpu and "out" in sim:
                 assert bits_equal(gpu["out"], sim["out"]) and torch.equal(gpu["counters"], sim["counters"])
 
