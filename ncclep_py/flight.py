@@ -11,10 +11,11 @@ from ncclep_py.signature import OpKind
 if TYPE_CHECKING:
     from ncclep_py.group import Group
     from ncclep_py.handle import Handle
+    from ncclep_py.recipes import Sent
 
 __all__ = ["SENDS", "Flight", "fixed_values", "take_stage"]
 
-SENDS = {"ll_dispatch_send": "ll_dispatch_complete", "ll_combine_send": "ll_combine_complete"}
+SENDS = {"ll_dispatch_send": "ll_dispatch_complete", "ll_rank_major_send": "ll_rank_major_complete", "ll_combine_send": "ll_combine_complete"}
 """Complete half of each send half."""
 
 
@@ -28,7 +29,8 @@ class Flight:
         own: the operation's own values for that kernel.
         tensors: tensors of both halves; held until the complete half is enqueued.
         result: what the call returned, and `complete` returns again.
-        copy_from: rows to copy into the caller's plain tensor at the end, if it gave one.
+        copies: (caller's plain tensor, what to copy into it at the end).
+        sent: a dispatch's recipe.
     """
 
     name: str
@@ -36,7 +38,8 @@ class Flight:
     own: tuple[int, ...]
     tensors: tuple[Any, ...]
     result: Any
-    copy_from: Any = None
+    copies: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    sent: Sent | None = None
 
 
 def take_stage(group: Group, handle_id: int) -> int:
@@ -49,21 +52,19 @@ def take_stage(group: Group, handle_id: int) -> int:
     return stage
 
 
-def fixed_values(handle: Handle, name: str, slot: int, stage: int) -> tuple[int, ...]:
-    """What follows an operation's own values in a staged kernel, up to ``status`` or ``timeout``."""
+def fixed_values(handle: Handle, name: str, slot: int, stage: int, sent: Sent | None) -> tuple[int, ...]:
+    """What follows an operation's own values in the kernels of ``ll_staged`` but the send half of dispatch, up to ``status`` or ``timeout``."""
     group = handle.group
     plan, own, (local, _) = group.map, group.local_map, group.addresses()
-    flight = slot if "dispatch" in name else group.config.num_slots + stage
-    flying = (local + own.flight(flight), plan.flight(flight))
-    if name in ("ll_dispatch_send", "ll_dispatch_complete"):
-        signature = group.signature(OpKind.STAGED_DISPATCH, handle.layout, slot, handle.num_topk)
-        header = local + own.header(slot)
-        if name == "ll_dispatch_complete":
-            return (header, *flying, signature)
-        return (plan.slot(slot), local + own.table(slot), header, plan.origin(slot), local + own.keep(slot), *flying, handle.id, signature)
+    if name == "ll_rank_major_complete":
+        return (plan.slot(slot), local + own.header(slot), local + own.keep(slot), local + own.flight(slot), plan.arrival(slot))
+    if name == "ll_dispatch_complete":
+        signature = group.signature(OpKind.STAGED_DISPATCH, handle.layout, slot, handle.num_topk, False, sent)
+        return (local + own.header(slot), local + own.flight(slot), plan.flight(slot), signature)
+    flight = group.config.num_slots + stage
+    flying, released = (local + own.flight(flight), plan.flight(flight)), plan.release(stage)
     signature = group.signature(OpKind.STAGED_COMBINE, handle.layout, stage, handle.num_topk)
-    copied, staging, released = local + own.copy(stage), plan.stage(stage), plan.release(stage)
     if name == "ll_combine_complete":
-        return (copied, staging, *flying, released, signature)
-    return (local + own.table(slot), copied, local + own.header(slot), plan.origin(slot), local + own.keep(slot), staging, *flying, released,
-            handle.id, signature)
+        return (local + own.copy(stage), plan.stage(stage), *flying, released, signature)
+    return (local + own.table(slot), local + own.copy(stage), local + own.header(slot), plan.origin(slot), local + own.keep(slot), plan.stage(stage),
+            *flying, released, handle.id, signature)

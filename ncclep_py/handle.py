@@ -152,8 +152,9 @@ class Handle:
         self._sent_views: dict[tuple[int, int, Any, int], torch.Tensor] = {}
         self._flight: Flight | None = None
         self._stage = 0
-        staged = group.config.num_staging_slots > 0 and not self._rank_major
-        for name in (self._dispatch_name, "ll_combine", *(SENDS.keys() | SENDS.values() if staged else ())):
+        self._send_name = "ll_rank_major_send" if self._rank_major else "ll_dispatch_send"
+        halves = (self._send_name, SENDS[self._send_name], "ll_combine_send", "ll_combine_complete")
+        for name in (self._dispatch_name, "ll_combine", *(halves if group.config.num_staging_slots else ())):
             self._kernel(name)
         if topk_idx is not None:
             self.update(topk_idx)
@@ -200,7 +201,8 @@ class Handle:
         self._check_open("dispatch")
         self._check_landed("dispatch")
         slot = self._take_slot()
-        name = "ll_dispatch_send" if isinstance(config, DispatchConfig) and config.send_only and self._stageable() else self._dispatch_name
+        staged = isinstance(config, DispatchConfig) and config.send_only and bool(self.group.staging_owner)
+        name = self._send_name if staged else self._dispatch_name
         self._generation += 1
         given = inputs if isinstance(inputs, DispatchInputs) else DispatchInputs(inputs)
         made = outputs if isinstance(outputs, DispatchOutputs) else DispatchOutputs()
@@ -221,47 +223,46 @@ class Handle:
             if counts.src_rank_counters is None:
                 counts.src_rank_counters = self._new((self.group.num_ranks,), "int32")
             counters, global_ids = counts.src_rank_counters, counts.recv_topk_idx_kind is ExpertIdKind.GLOBAL
-            self._launch(self._dispatch_name, slot, Status.GO, (tokens.data_ptr(), idx.data_ptr(), weights.data_ptr(), num_tokens,
-                                                                counters.data_ptr(), int(global_ids), scales),
-                         (tokens, idx, weights, counters, *beside), global_ids, sent)
+            own: tuple[int, ...] = (tokens.data_ptr(), idx.data_ptr(), weights.data_ptr(), num_tokens, counters.data_ptr(), int(global_ids), scales)
+            self._launch(name, slot, Status.GO, own, (tokens, idx, weights, counters, *beside), global_ids, sent)
         else:
             if counts.expert_counters is None:
                 counts.expert_counters = self._new((self.group.map.num_local_experts,), "int32")
             own = (tokens.data_ptr(), idx.data_ptr(), num_tokens, counts.expert_counters.data_ptr())
-            self._launch(name, slot, Status.GO, own if name == "ll_dispatch_send" else (*own, scales), (tokens, idx, counts.expert_counters, *beside),
-                         False, sent)
+            self._launch(name, slot, Status.GO, (*own, scales), (tokens, idx, counts.expert_counters, *beside), False, sent)
         self._num_tokens = num_tokens   # only now: a dispatch known to be refused leaves the earlier one to combine
-        received, late = self._rows(slot) if sent is None else self._sent(slot, 0, sent.dtype, sent.width), None
+        copies: list[tuple[Any, Any]] = []
+        received = self._rows(slot) if sent is None else self._sent(slot, 0, sent.dtype, sent.width)
         if made.tokens is None:
             made.tokens = received
-        elif name == "ll_dispatch_send":
-            late = received
         elif made.tokens.data_ptr() != received.data_ptr():
-            _copy(made.tokens, received)
+            copies.append((made.tokens, received))
         if sent is not None:
             received = self._sent(slot, self._scales_at(sent), sent.scale_dtype, sent.scale_width)
             if made.scales is None:
                 made.scales = received
             elif made.scales.data_ptr() != received.data_ptr():
-                _copy(made.scales, received)
+                copies.append((made.scales, received))
         if self._rank_major:
             for field, routing in zip(("topk_idx", "topk_weights"), self._routing(slot)):   # noqa: B905  (two each)
                 held = getattr(made, field)
                 if held is None:
                     setattr(made, field, routing)
                 elif held.data_ptr() != routing.data_ptr():
-                    held.detach().copy_(routing)
+                    copies.append((held, routing))
         made.layout_info, made.generation = counts, self._generation
-        if name == "ll_dispatch_send":
-            self._flight = Flight(SENDS[name], slot, (), (tokens, idx, counts.expert_counters, made.tokens), made, late)
+        if staged:
+            mine = (counts.src_rank_counters.data_ptr(),) if self._rank_major and counts.src_rank_counters is not None else ()
+            kept = (tokens, idx, weights, *beside, counts.expert_counters, counts.src_rank_counters)
+            self._flight = Flight(SENDS[name], slot, mine, tuple(t for t in kept if t is not None), made, copies, sent)
+        else:
+            _copy_all(copies)
         return made
 
     def _check_dispatch(self, given: DispatchInputs, weights: Any, made: DispatchOutputs, counts: LayoutInfo, config: DispatchConfig,
                         slot: int) -> Sent | None:
         group, seen, plain = self.group, self._seen, config.quant_recipe is DispatchQuant.NONE
         self._check_staged(config.send_only)
-        if config.send_only and not plain:
-            raise ValueError("send_only sends rows as they are; leave quant_recipe out, or dispatch in one piece")
         _only_plain(config.pass_direction, True)
         unwanted: tuple[tuple[str, Any], ...] = (("inputs.scales", given.scales), ("outputs.scales", made.scales)) if plain else ()
         if self._rank_major:
@@ -356,7 +357,7 @@ class Handle:
         if self._slot < 0 or self.group.slot_owner[self._slot] not in (self.id, -self.id):
             raise EpError("combine needs a dispatch of this handle before it; its slot was never filled or went to another handle")
         slot = self._slot
-        staged = isinstance(config, CombineConfig) and config.send_only and self._stageable()
+        staged = isinstance(config, CombineConfig) and config.send_only and bool(self.group.staging_owner)
         name = "ll_combine_send" if staged else "ll_combine"
         if staged:
             self._stage = take_stage(self.group, self.id)
@@ -374,9 +375,10 @@ class Handle:
         if made.tokens is None:
             made.tokens = self._new((self._num_tokens, self.group.config.hidden), None)
         if staged:
-            held = (weights, made.tokens)
+            held = (made.tokens,) if self._rank_major else (weights, made.tokens)
+            own = (0 if self._rank_major else weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens)
             self._launch(name, slot, Status.GO, (given.tokens.data_ptr(), self._num_tokens), (given.tokens,))
-            self._flight = Flight(SENDS[name], self._stage, (weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens), held, made.tokens)
+            self._flight = Flight(SENDS[name], self._stage, own, held, made.tokens)
             return made.tokens
         rows = self._rows(slot)
         if given.tokens.data_ptr() != rows.data_ptr():
@@ -446,17 +448,16 @@ class Handle:
             return None
         if flight.name == "ll_combine_complete":
             self.group.staging_owner[flight.slot] = 0
-        self._land(flight.name, flight.slot, flight.own, flight.tensors)
-        if flight.copy_from is not None and flight.copy_from.data_ptr() != flight.result.tokens.data_ptr():
-            flight.result.tokens.detach().copy_(flight.copy_from)
+        self._land(flight.name, flight.slot, flight.own, flight.tensors, flight.sent)
+        _copy_all(flight.copies)
         self.group.raise_reported()
         return flight.result
 
-    def _land(self, name: str, slot: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...]) -> None:
+    def _land(self, name: str, slot: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...], sent: Sent | None = None) -> None:
         """Submit a complete half."""
         group = self.group
-        values = (*self._fixed(name, slot, slot), group.config.wait_ns)
-        blocks = 1 if name == "ll_dispatch_complete" else group.num_blocks
+        values = (*self._fixed(name, slot, slot, False, sent), group.config.wait_ns)
+        blocks = group.num_blocks if name == "ll_combine_complete" else 1
         group.comm.submit(self._kernel(name), (*values[:4], *own, *values[4:]), blocks, name, tensors)
         if self.group.comm.backend == "nccl" and not group.comm.capturing():
             import torch
@@ -489,14 +490,10 @@ class Handle:
 
     def _check_landed(self, what: str) -> None:
         if self._flight is not None:
-            raise EpError(f"cannot {what}: the handle's {self._flight.name.split('_')[1]} is in flight; call complete() first, or use another handle")
-
-    def _stageable(self) -> bool:
-        return bool(self.group.staging_owner) and not self._rank_major
+            flies = "combine" if "combine" in self._flight.name else "dispatch"
+            raise EpError(f"cannot {what}: the handle's {flies} is in flight; call complete() first, or use another handle")
 
     def _check_staged(self, send_only: bool) -> None:
-        if send_only and self._rank_major:
-            raise NotImplementedError("send_only is not built yet for RANK_MAJOR")
         if send_only and not self.group.staging_owner:
             raise ValueError("send_only needs staging slots: set GroupConfig.num_staging_slots, two per operation in flight")
 
@@ -559,7 +556,7 @@ class Handle:
         return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else self._dtype, device=self.group.comm.device)
 
     def _kernel(self, name: str, wire: Wire | None = None) -> Kernel:
-        return self.group.kernel(name, self.num_topk, self._idx_bytes if name in (self._dispatch_name, "ll_dispatch_send") else 8, self.layout, wire)
+        return self.group.kernel(name, self.num_topk, self._idx_bytes if name in (self._dispatch_name, self._send_name) else 8, self.layout, wire)
 
     def _launch(self, name: str, slot: int, status: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...], global_ids: bool = False,
                 sent: Sent | None = None) -> None:
@@ -576,7 +573,7 @@ class Handle:
             group.check()
 
     def _fixed(self, name: str, slot: int, stage: int, global_ids: bool = False, sent: Sent | None = None) -> tuple[int, ...]:
-        key = (name, slot, stage if name in SENDS else int(global_ids), sent)
+        key = (name, slot, stage if "combine" in name else int(global_ids), sent)
         fixed = self._constants.get(key)
         if fixed is None:
             fixed = self._constants[key] = self._fixed_values(name, slot, stage, global_ids, sent)
@@ -587,18 +584,21 @@ class Handle:
         group = self.group
         local, record = group.addresses()
         first = (group.window.handle, group.rank, local, record)
-        if name in SENDS or name in SENDS.values():
-            return first + fixed_values(self, name, slot, stage)
-        kind = OpKind.COMBINE if name == "ll_combine" else OpKind.DISPATCH
-        plan, own = group.map, group.local_map
-        more = (plan.origin(slot), local + own.keep(slot)) if name == "ll_dispatch" else ()
+        if name not in (self._dispatch_name, self._send_name, "ll_combine"):
+            return first + fixed_values(self, name, slot, stage, sent)
+        plan, own, staged = group.map, group.local_map, name == self._send_name
+        kind = OpKind.COMBINE if name == "ll_combine" else OpKind.STAGED_DISPATCH if staged else OpKind.DISPATCH
+        more: tuple[int, ...] = ()
+        if kind is not OpKind.COMBINE:
+            words = (plan.arrival(slot) if staged else plan.arrived) if self._rank_major else plan.flight(slot) if staged else 0
+            more = (plan.origin(slot), local + own.keep(slot), local + own.flight(slot) if staged else 0, words)
         return (*first, plan.slot(slot), local + own.table(slot), local + own.header(slot), *more, self.id,
                 group.signature(kind, self.layout, slot, self.num_topk, global_ids, sent))
 
     def refuse(self, name: str, slot: int, why: int) -> None:
         """Internal: take part in an operation this rank refuses, so that all ranks refuse it and epochs stay equal."""
         status = Status.REFUSED << 24 | why
-        none = {"ll_combine": 3, "ll_dispatch": 5, "ll_rank_major_dispatch": 7, "ll_dispatch_send": 4, "ll_combine_send": 2}[name]
+        none = 2 if name == "ll_combine_send" else 3 if name == "ll_combine" else 7 if self._rank_major else 5
         self._launch(name, slot, status, (0,) * none, ())
 
 
@@ -644,11 +644,12 @@ def _check_kinds(*arguments: tuple[str, Any, type]) -> None:
             raise refused(TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}"), Refusal.TYPE)
 
 
-def _copy(to: torch.Tensor, rows: torch.Tensor) -> None:
+def _copy_all(copies: Sequence[tuple[Any, Any]]) -> None:
     """Copy rows of any dtype, also of those torch can only move as bytes."""
     import torch
 
-    to.detach().view(torch.uint8).copy_(rows.detach().view(torch.uint8))
+    for to, rows in copies:
+        to.detach().view(torch.uint8).copy_(rows.detach().view(torch.uint8))
 
 
 def _unwanted(name: str, value: object, layout: Layout) -> None:

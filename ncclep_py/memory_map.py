@@ -83,6 +83,7 @@ class WindowMap:
         count_bank_bytes: distance of the two banks, 0 if there is one.
         flights: ``[num_slots + num_staging][2 banks][R sources]`` as in `heads`: ARRIVED of staged operations.
         released: ``[num_staging][R sources]`` of u64 {epoch << 32}: the next use of the staging slot may push to that rank.
+        arrivals: ``[num_slots][R sources]`` as `arrived`, of staged RANK_MAJOR dispatches (their words tell how many rows there are).
         origins: ``[num_slots][slot_rows]`` int32 after the payload slots: where a received row came from, source * M * K + token * K + k.
         staging: first staging slot, ``[M * num_topk]`` rows; slot ``i`` starts at ``staging + i * staging_bytes``.
         slots: first payload slot; slot ``i`` starts at ``slots + i * slot_bytes``.
@@ -112,6 +113,7 @@ class WindowMap:
     count_bank_bytes: int = 0
     flights: int = 0
     released: int = 0
+    arrivals: int = 0
     origins: int = 0
     origins_bytes: int = 0
     staging: int = 0
@@ -129,7 +131,8 @@ class WindowMap:
         count_bank = align(num_ranks * experts * WORD, 128) if num_staging else 0
         flights = align(counts + max(2 * count_bank, num_ranks * experts * WORD), 128 if num_staging else SLOT_ALIGNMENT)
         released = flights + (config.num_slots + num_staging) * HEAD_BANKS * num_ranks * HEAD_BYTES if num_staging else flights
-        slots = align(released + num_staging * num_ranks * WORD, SLOT_ALIGNMENT)
+        arrivals = released + num_staging * num_ranks * WORD
+        slots = align(arrivals + (config.num_slots * num_ranks * WORD if num_staging else 0), SLOT_ALIGNMENT)
         plane_rows = num_ranks * config.max_dispatch_tokens_per_rank
         if experts * plane_rows >= 1 << 31:
             raise ValueError("num_experts * num_ranks * max_dispatch_tokens_per_rank must be below 2^31 (row ids have 32 bits), got "
@@ -142,8 +145,8 @@ class WindowMap:
         staging = origins + config.num_slots * origins_bytes
         staging_bytes = align(config.max_dispatch_tokens_per_rank * config.num_topk * config.row_bytes, SLOT_ALIGNMENT) if num_staging else 0
         return cls(num_ranks, experts, heads, arrived, counts, slots, slot_bytes, config.num_slots, plane_rows, config.row_bytes,
-                   config.token_bytes, recv_ids, recv_weights, staging + num_staging * staging_bytes, count_bank, flights, released, origins,
-                   origins_bytes, staging, staging_bytes, num_staging)
+                   config.token_bytes, recv_ids, recv_weights, staging + num_staging * staging_bytes, count_bank, flights, released, arrivals,
+                   origins, origins_bytes, staging, staging_bytes, num_staging)
 
     @property
     def num_local_experts(self) -> int:
@@ -174,6 +177,10 @@ class WindowMap:
         """Byte offset of the RELEASED words of staging slot `index`."""
         return self.released + index * self.num_ranks * WORD
 
+    def arrival(self, index: int) -> int:
+        """Byte offset of the ARRIVALS words of payload slot `index`."""
+        return self.arrivals + index * self.num_ranks * WORD
+
     def origin(self, index: int) -> int:
         """Byte offset of the ORIGINS of payload slot `index`."""
         return self.origins + index * self.origins_bytes
@@ -187,7 +194,7 @@ class WindowMap:
         named = [("HEAD", self.heads, self.arrived), ("ARRIVED", self.arrived, self.counts),
                  ("COUNTS", self.counts, self.flights if self.num_staging else self.slots)]
         if self.num_staging:
-            named += [("FLIGHTS", self.flights, self.released), ("RELEASED", self.released, self.slots)]
+            named += [("FLIGHTS", self.flights, self.released), ("RELEASED", self.released, self.arrivals), ("ARRIVALS", self.arrivals, self.slots)]
         for i in range(self.num_slots):
             rows, end = self.slot(i), self.slot(i) + self.slot_bytes
             named += [(f"SLOT{i}", rows, rows + self.recv_ids), (f"ROUTING{i}", rows + self.recv_ids, end)]

@@ -162,7 +162,7 @@ def test_staging_by_hand() -> None:
     assert (plan.counts, plan.count_bank_bytes) == (384, 16384)
     assert plan.flights == 33152 and plan.flight(4) == 33152 + 4 * 256   # 384 + 2 x 16384; 2 banks x 8 ranks x 16 bytes each
     assert plan.released == 34432 and plan.release(3) == 34432 + 3 * 64
-    assert plan.slots == 34816                                           # 34432 + 4 x 64 = 34688, then the next multiple of 1024
+    assert plan.arrivals == plan.arrival(0) == 34688 and plan.slots == 34816   # 34688 + 64, then the next multiple of 1024
     assert plan.origins == 34816 + plan.slot_bytes and plan.origins_bytes == 131072
     assert plan.staging_bytes == 14_680_064 and plan.total_bytes == plan.origins + 131072 + 4 * 14_680_064
     local = LocalMap.build(config(256, 128, 7168, 8, num_staging_slots=4))

@@ -22,11 +22,12 @@ from ncclep_py.simulator import RaceError
 from ncclep_py.simulator.rank_major_program import RankMajorProgram
 
 ARRIVED = """                if warp_idx() == 0:
-                    publish_arrived_rows(window, ARRIVED, rank, RANKS, epoch)
-                code = wait_arrived(window, ARRIVED, rank, RANKS, epoch, fail, record, timeout)
+                    publish_arrived_rows(window, arrived, rank, RANKS, epoch)
+            if code == 0 and not SEND:
+                code = wait_arrived(window, arrived, rank, RANKS, epoch, fail, record, timeout)
 """
-TAKE = """            if code == 0:
-                take_arrived_rows(window, ARRIVED, slot + IDS, rank, RANKS, TOPK, PLANE_ROWS, epoch, src_rank_counters)
+TAKE = """            if code == 0 and not SEND:
+                take_arrived_rows(window, arrived, slot + IDS, rank, RANKS, TOPK, PLANE_ROWS, epoch, src_rank_counters)
 """
 COUNT = "count_ranks(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, RANKS, first)\n"
 ASSIGN = "assign_ranks(topk_idx, IDX_BYTES, topk_weights, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, rank)\n"
@@ -36,7 +37,7 @@ SHARED = ("no wait_heads", "no publish_head", "no wait_arrived", "no store_heade
           "block 0 is the last")
 
 MUTANTS = {name: DISPATCH_MUTANTS[name] for name in SHARED} | {
-    "no publish_arrived_rows": [("publish_arrived_rows(window, ARRIVED, rank, RANKS, epoch)\n", "pass\n")],
+    "no publish_arrived_rows": [("publish_arrived_rows(window, arrived, rank, RANKS, epoch)\n", "pass\n")],
     "no take_arrived_rows": [(TAKE, "")],
     "take_arrived_rows before the wait": [(ARRIVED + TAKE, "".join("    " + line for line in TAKE.splitlines(True)) + ARRIVED)],
     "counts of the next block": [(COUNT, COUNT.replace("first)", "end)"))],
@@ -45,7 +46,7 @@ MUTANTS = {name: DISPATCH_MUTANTS[name] for name in SHARED} | {
     "first pieces send the routing, empty ones, too": [("if stop > 0:", "if 1 == 1:")],
     "arrived by one block too early": [(ARRIVED, ARRIVED.replace("publish_arrived_rows", "pass  # ")),
                                        (LAST, "        if block_idx() == 0:\n            if warp_idx() == 0:\n"
-                                              "                publish_arrived_rows(window, ARRIVED, rank, RANKS, epoch)\n" + LAST)],
+                                              "                publish_arrived_rows(window, arrived, rank, RANKS, epoch)\n" + LAST)],
     "ids cleared before the heads": [(HEAD, "        if last_block(local + BLOCKS_DONE) == 1:\n    " + TAKE.splitlines()[1] + "\n" + HEAD)],
 }
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 from test_mutations import STAGED, mutant
 
-from ncclep_py.config import GroupConfig
+from ncclep_py.config import GroupConfig, Layout
 from ncclep_py.errors import Code, Status
-from ncclep_py.kernels import ll_dispatch, ll_staged
+from ncclep_py.kernels import ll_dispatch, ll_rank_major_dispatch, ll_staged
 from ncclep_py.kernels.ops import OPS
 from ncclep_py.simulator import Faults, RaceError, SimulationError, Simulator
 from ncclep_py.simulator import staged_ops as simulated
 from ncclep_py.simulator.explore import Exhaustive, explore
-from ncclep_py.simulator.staged_program import FACTORIES, StagedProgram
+from ncclep_py.simulator.staged_program import FACTORIES, StagedProgram, StagedRankMajorProgram
+
+LAYOUTS = pytest.mark.parametrize("kind", [StagedProgram, StagedRankMajorProgram], ids=["expert_major", "rank_major"])
 
 TEXTS = (
     "S A X P R S A X P R",                                  # one after the other, one staging slot
@@ -27,11 +30,11 @@ TEXTS = (
 
 
 def group(seed: int, num_ranks: int = 3, tokens: Sequence[int] = (5, 3, 4), effects: Mapping[str, Sequence[str]] | None = None,
-          faults: Faults | None = None, epoch: int = 1, blocks: int = 2, **more: object) -> StagedProgram:
+          faults: Faults | None = None, epoch: int = 1, blocks: int = 2, kind: type[StagedProgram] = StagedProgram, **more: object) -> StagedProgram:
     """A small group with staging slots."""
     sim = Simulator(num_ranks, seed, ("adversarial", "fair")[seed % 5 == 4], blocks=blocks, effects=effects, faults=faults)
     config = GroupConfig(num_experts=2 * num_ranks, max_dispatch_tokens_per_rank=6, hidden=16, num_topk=2, num_slots=2, num_staging_slots=4)
-    return StagedProgram(sim, config, tokens[:num_ranks], seed=seed, epoch=epoch, **more)
+    return kind(sim, config, tokens[:num_ranks], seed=seed, epoch=epoch, **more)
 
 
 def play(seed: int, text: str = "", **how: object) -> StagedProgram:
@@ -44,30 +47,32 @@ def play(seed: int, text: str = "", **how: object) -> StagedProgram:
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------------
+@LAYOUTS
 @pytest.mark.parametrize("text", TEXTS)
-def test_many_schedules(text: str) -> None:
-    for seed in range(25):
-        play(seed, text, epoch=(1, 2**32 - 2)[seed % 2])
+def test_many_schedules(text: str, kind: type[StagedProgram]) -> None:
+    for seed in range(10):
+        play(seed, text, kind=kind, epoch=(1, 2**32 - 2)[seed % 2])
 
 
 @pytest.mark.parametrize("tokens", [(0,), (4,), (0, 3), (6, 1), (0, 0, 5), (1, 2, 3, 4)], ids=str)
 def test_tokens_per_rank(tokens: tuple[int, ...]) -> None:
-    for seed in range(4):
-        play(seed, num_ranks=len(tokens), tokens=tokens)
+    for seed in range(8):
+        play(seed // 2, num_ranks=len(tokens), tokens=tokens, kind=(StagedProgram, StagedRankMajorProgram)[seed % 2])
 
 
 @pytest.mark.parametrize("grids", [[(1, 1), (2, 2), (3, 1)], [(4, 2), (1, 4), (5, 3)]], ids=str)
 def test_unequal_grids(grids: list[tuple[int, int]]) -> None:
-    for seed in range(5):
-        play(seed, grids=grids)
+    for seed in range(10):
+        play(seed // 2, grids=grids, kind=(StagedProgram, StagedRankMajorProgram)[seed % 2])
 
 
-def toy(num_ranks: int, text: str, staging: int, factories: Mapping[str, Callable] | None = None, **more: object) -> Callable:
+def toy(num_ranks: int, text: str, staging: int, factories: Mapping[str, Callable] | None = None,
+        kind: type[StagedProgram] = StagedProgram, **more: object) -> Callable:
     """What `explore` builds: ranks of one warp."""
     def build(policy: Exhaustive) -> tuple[Simulator, Callable[[], None]]:
         sim = Simulator(num_ranks, policy=policy, blocks=1, warps=1)
         config = GroupConfig(num_experts=num_ranks, max_dispatch_tokens_per_rank=2, hidden=8, num_topk=1, num_slots=3, num_staging_slots=staging)
-        p = StagedProgram(sim, config, (1, 1, 1)[:num_ranks], factories, **more)
+        p = kind(sim, config, (1, 1, 1)[:num_ranks], factories=factories, **more)
         p.play(text)
         return sim, p.check
 
@@ -76,9 +81,15 @@ def toy(num_ranks: int, text: str, staging: int, factories: Mapping[str, Callabl
 
 @pytest.mark.parametrize(("num_ranks", "text", "staging"), [
     (2, "S A X P R S A X P R", 1), (2, "S0 S1 A0 X0 A1 X1 P00 P11 R0 R1", 2), (2, "S0 S1 A1 A0 P00 P11 R1 P11 R0 R1", 2),
-    (3, "S A X P R", 1), (3, "D P R P R", 1)])
+    (3, "S A P R P R", 1)])
 def test_every_schedule_is_right(num_ranks: int, text: str, staging: int) -> None:
     found = explore(toy(num_ranks, text, staging))
+    assert found.complete and found.states > 100
+
+
+@pytest.mark.parametrize(("num_ranks", "text", "staging"), [(2, "S0 S1 A0 X0 A1 X1 P00 P11 R0 R1", 2), (3, "D P R", 1)])
+def test_every_rank_major_schedule_is_right(num_ranks: int, text: str, staging: int) -> None:
+    found = explore(toy(num_ranks, text, staging, kind=StagedRankMajorProgram))
     assert found.complete and found.states > 100
 
 
@@ -97,10 +108,11 @@ def test_send_halves_wait_for_no_send_half() -> None:
     p.check()
 
 
+@LAYOUTS
 @pytest.mark.parametrize("half", ["dispatch", "combine"])
-def test_refused_half(half: str) -> None:
+def test_refused_half(half: str, kind: type[StagedProgram]) -> None:
     for seed in range(12):
-        p, who = group(seed), seed % 3
+        p, who = group(seed, kind=kind), seed % 3
         others = [r for r in range(3) if r != who]
         d = p.dispatch()
         if half == "dispatch":
@@ -134,12 +146,13 @@ def test_stale_slot_is_told_to_all() -> None:
     p.check()
 
 
-def test_absent_rank_is_named_and_the_next_operations_are_right() -> None:
-    for seed in range(40):
+@LAYOUTS
+def test_absent_rank_is_named_and_the_next_operations_are_right(kind: type[StagedProgram]) -> None:
+    for seed in range(24):
         draw = random.Random(seed)
         who, dies = draw.randrange(3), seed % 2
         faults = Faults(dead={who: draw.randrange(200)}, timeouts=True) if dies else Faults(late={who: draw.randrange(6)}, timeouts=True)
-        p = group(seed, faults=faults)
+        p = group(seed, faults=faults, kind=kind)
         p.play("S A P R S A P R")
         p.sim.run()
         living = [r for r in range(3) if not (dies and r == who)]
@@ -154,6 +167,14 @@ def test_absent_rank_is_named_and_the_next_operations_are_right() -> None:
 
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------------
+def half_of(layout: Layout, half: str, *changes: tuple[str, str]) -> Callable:
+    """A half's kernel factory with pieces of its source replaced."""
+    if half == "dispatch_send":
+        make = ll_dispatch.make_ll_dispatch if layout is Layout.EXPERT_MAJOR else ll_rank_major_dispatch.make_ll_rank_major_dispatch
+        return functools.partial(mutant(make, *changes), send_only=True)
+    return mutant(FACTORIES[layout][half][0], *changes)
+
+
 def first_red(seeds: int = 150, **how: object) -> BaseException | None:
     """The first error within `seeds` schedules, None if the mutant survives."""
     for seed in range(seeds):
@@ -200,13 +221,49 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in MUTANTS for name in MUTANTS[kind]])
-def test_kernel_mutant_is_red(kind: str, name: str) -> None:
-    assert first_red(factories={kind: mutant(FACTORIES[kind][0], *MUTANTS[kind][name])}) is not None
+RANK_MAJOR_MUTANTS = {
+    "dispatch_send": {
+        "no wait_heads": [("code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)", "code = 0")],
+        "no ARRIVALS word": [("publish_arrived_rows(window, arrived, rank, RANKS, epoch)", "pass")],
+        "no origins": [("store_origins(window, origins, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, rank, PLACES)", "pass")],
+        "no routing": [("send_routing(window, slot + IDS, slot + WEIGHTS, table, token, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS, global_ids)",
+                        "pass")],
+        "epoch not kept": [("                store_header(flight, epoch, handle)\n", "")],
+        "no store_header": [("store_header(header, epoch, handle)", "pass")],
+        "no advance_epoch": [("                advance_epoch(local + EPOCH, epoch)\n", "")],
+        "every block is the last": [("last_block(local + BLOCKS_DONE) == 1", "1 == 1")],
+    },
+    "dispatch_complete": {
+        "no wait": [("code = wait_arrived(window, arrived, rank, RANKS, epoch, fail, record, timeout)", "code = 0")],
+        "no take_arrived_rows": [("take_arrived_rows(window, arrived, slot + IDS, rank, RANKS, TOPK, PLANE_ROWS, epoch, src_rank_counters)",
+                                  "pass")],
+        "no kept counters": [("keep_counters(src_rank_counters, kept, RANKS)", "pass")],
+    },
+    "combine_send": {"planes are local experts": [("    if shape.layout is Layout.RANK_MAJOR:", "    if False:")]},
+}
 
 
-def test_nothing_changed_is_green() -> None:
-    assert first_red(30, factories={kind: mutant(factory) for kind, (factory, _) in FACTORIES.items()}) is None
+@pytest.mark.parametrize(("half", "name"), [(half, name) for half in MUTANTS for name in MUTANTS[half]])
+def test_kernel_mutant_is_red(half: str, name: str) -> None:
+    assert first_red(factories={half: half_of(Layout.EXPERT_MAJOR, half, *MUTANTS[half][name])}) is not None
+
+
+@pytest.mark.parametrize(("half", "name"), [(half, name) for half in RANK_MAJOR_MUTANTS for name in RANK_MAJOR_MUTANTS[half]])
+def test_rank_major_kernel_mutant_is_red(half: str, name: str) -> None:
+    changed = half_of(Layout.RANK_MAJOR, half, *RANK_MAJOR_MUTANTS[half][name])
+    assert first_red(factories={half: changed}, kind=StagedRankMajorProgram) is not None
+
+
+@LAYOUTS
+def test_nothing_changed_is_green(kind: type[StagedProgram]) -> None:
+    assert first_red(20, kind=kind, factories={half: half_of(kind.layout, half) for half in FACTORIES[kind.layout]}) is None
+
+
+@pytest.mark.parametrize("change", [("store_origins(window, origins, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, rank, PLACES)", "pass"),
+                                    ("keep_counters(src_rank_counters, kept, RANKS)", "pass")])
+def test_fused_rank_major_dispatch_without_what_staged_combines_need_is_red(change: tuple[str, str]) -> None:
+    changed = mutant(ll_rank_major_dispatch.make_ll_rank_major_dispatch, change)
+    assert first_red(text="D X P R D X P R", make_dispatch=changed, kind=StagedRankMajorProgram) is not None
 
 
 def test_fused_dispatch_without_origins_is_red() -> None:
@@ -217,7 +274,7 @@ def test_fused_dispatch_without_origins_is_red() -> None:
 def test_fused_dispatch_with_one_bank_of_counts_is_red() -> None:
     changed = [("count_bank(COUNTS, COUNT_BANK, epoch)", "COUNTS")]
     assert first_red(text="S0 D1 A0 S0 D1 A0", make_dispatch=mutant(ll_dispatch.make_ll_dispatch, *changed),
-                     factories={"dispatch_send": mutant(ll_staged.make_ll_dispatch_send, *changed)}) is not None
+                     factories={"dispatch_send": half_of(Layout.EXPERT_MAJOR, "dispatch_send", *changed)}) is not None
 
 
 def test_one_flight_for_two_operations_is_red() -> None:
@@ -226,7 +283,7 @@ def test_one_flight_for_two_operations_is_red() -> None:
         sim, check = build(policy)
         for stream in sim.streams:
             for launch in stream.queue:
-                for parameters in (ll_staged.DISPATCH_SEND_PARAMETERS, ll_staged.DISPATCH_COMPLETE_PARAMETERS):
+                for parameters in (ll_dispatch.PARAMETERS, ll_staged.DISPATCH_COMPLETE_PARAMETERS):
                     if len(launch.args) == len(parameters):
                         args = list(launch.args)
                         args[parameters.index("flying")] = flying

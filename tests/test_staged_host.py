@@ -10,7 +10,9 @@ from ncclep_py import (
     CombineInputs,
     CombineOutputs,
     DispatchConfig,
+    DispatchInputs,
     DispatchOutputs,
+    DispatchQuant,
     EpError,
     EpRefusedError,
     Group,
@@ -94,6 +96,59 @@ def test_two_micro_batches_of_different_k_in_flight() -> None:
 
     for seed in range(3):
         run(program, seed=seed, mode="adversarial")
+
+
+def test_rank_major_has_the_same_bits_as_fused() -> None:
+    def program(comm: object) -> None:
+        with Group.create(comm, config()) as group:
+            handle, other = (group.create_handle(Layout.RANK_MAJOR, num_topk=TOPK) for _ in range(2))
+            for seed in range(4):
+                x, ids, w = inputs(comm.rank, seed, (4, 0, 5)[(comm.rank + seed) % 3])
+                w = w.nan_to_num()
+                fused = other.dispatch(DispatchInputs(x, w), topk_idx=ids)
+                received = [t.clone() for t in (fused.layout_info.src_rank_counters, fused.topk_idx)]
+                experts(fused.tokens)
+                want = other.combine(fused.tokens)
+                plain = torch.zeros_like(fused.topk_idx)
+                got = handle.dispatch(DispatchInputs(x, w), DispatchOutputs(topk_idx=plain), topk_idx=ids, config=SEND)
+                assert handle.complete() is got and got.topk_idx is plain
+                assert all(torch.equal(a, b) for a, b in zip((got.layout_info.src_rank_counters, plain), received, strict=True))
+                experts(got.tokens)
+                out = handle.combine(got.tokens, config=PUSH)
+                assert handle.complete() is out and bits_equal(out, want)
+                assert bits_equal(handle.combine(got.tokens), want)
+                again = other.dispatch(DispatchInputs(x, w))     # a fused dispatch can be combined in halves, too
+                experts(again.tokens)
+                out = other.combine(again.tokens, config=PUSH)
+                other.complete()
+                assert bits_equal(out, want)
+            with pytest.raises((TypeError, EpRefusedError)):
+                handle.dispatch(DispatchInputs(x.float() if comm.rank == 1 else x, w), topk_idx=ids, config=SEND)
+            handle.dispatch(DispatchInputs(x, w), topk_idx=ids, config=SEND)
+            handle.complete()
+            group.check()
+
+    for seed in range(3):
+        run(program, seed=seed, mode="adversarial")
+
+
+@pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR])
+def test_quantised_rows_have_the_same_bits_as_fused(layout: Layout) -> None:
+    def program(comm: object) -> None:
+        x, ids, w = inputs(comm.rank, 3)
+        x, given = x.repeat(1, 16), w.nan_to_num() if layout is Layout.RANK_MAJOR else None
+        with Group.create(comm, config(hidden=HIDDEN * 16)) as group:
+            a, b = (group.create_handle(layout, ids) for _ in range(2))
+            want = a.dispatch(DispatchInputs(x, given), config=DispatchConfig(quant_recipe=DispatchQuant.DS_FP8E3M4))
+            got = b.dispatch(DispatchInputs(x, given), config=DispatchConfig(send_only=True, quant_recipe=DispatchQuant.DS_FP8E3M4))
+            assert b.complete() is got
+            counts = want.layout_info.expert_counters if layout is Layout.EXPERT_MAJOR else want.layout_info.src_rank_counters
+            for i, n in enumerate(counts.tolist()):
+                assert torch.equal(got.tokens[i, :n].view(torch.uint8), want.tokens[i, :n].view(torch.uint8))
+                assert bits_equal(got.scales[i, :n], want.scales[i, :n])
+            group.check()
+
+    run(program)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -10,16 +10,18 @@ from collections.abc import Callable
 
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.memory_map import FLIGHT_FAIL
 
 __all__ = ["PARAMETERS", "make_ll_dispatch"]
 
 PARAMETERS = ("window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "expert_counters", "scales", "slot", "table", "header",
-              "origins", "kept", "handle", "signature", "status", "timeout")
-"""Run-time values of a launch, all 64-bit integers."""
+              "origins", "kept", "flight", "flying", "handle", "signature", "status", "timeout")
+"""Run-time values of a launch, all 64-bit integers. `flight`, `flying`: only of a send half, see ``ll_staged``."""
 
 
-def make_ll_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
-    """The dispatch kernel for one shape, over one implementation of the vocabulary."""
+def make_ll_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = False) -> Callable[..., None]:
+    """The dispatch kernel for one shape, over one implementation of the vocabulary; `send_only`: the send half of a staged dispatch."""
+    SEND = send_only
     RANKS, EXPERTS, TOPK, ROW_BYTES, IDX_BYTES = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, shape.idx_bytes
     SENT_BYTES, SCALE_BYTES, PIECE_BYTES, SCALES = shape.sent_bytes, shape.wire.scale_bytes, shape.piece_bytes, shape.slot_scales
     QUANTISE, ROUND = shape.wire.quantise, int(shape.wire.round_scales)
@@ -36,11 +38,11 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]
     # for staged combines only: where each row came from, and how many there are
     STAGED, COUNT_BANK = shape.window.num_staging > 0, shape.window.count_bank_bytes
     LOCAL_EXPERTS, PLACES = EXPERTS // RANKS, PLANE_ROWS // RANKS * TOPK
-    count_bank, store_origins, keep_counters = ops.count_bank, ops.store_origins, ops.keep_counters
+    count_bank, store_origins, keep_counters, outcome = ops.count_bank, ops.store_origins, ops.keep_counters, ops.outcome
 
     def ll_dispatch(window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, slot, table, header,  # noqa: ANN001, ANN202
-                    origins, kept, handle, signature, status, timeout):
-        epoch, fail = read_epoch(local + EPOCH), local + FAIL
+                    origins, kept, flight, flying, handle, signature, status, timeout):
+        epoch, fail = read_epoch(local + EPOCH), flight + FLIGHT_FAIL if SEND else local + FAIL
         first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
         counts = count_bank(COUNTS, COUNT_BANK, epoch)
         # ---- 1 head: everything my stream did before is done ---------------------------------------------------------
@@ -77,7 +79,7 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]
                 code = sum_counts(window, counts, rank, RANKS, EXPERTS, epoch, PLANE_ROWS, expert_counters, fail, record, timeout)
                 if STAGED:
                     keep_counters(expert_counters, kept, LOCAL_EXPERTS)
-            if code == 0:
+            if code == 0 and not SEND:
                 if warp_idx() == 0:
                     publish_arrived(window, ARRIVED, rank, RANKS, epoch)
                 code = wait_arrived(window, ARRIVED, rank, RANKS, epoch, fail, record, timeout)
@@ -86,6 +88,9 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]
                     publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
                 else:
                     store_header(header, epoch, handle)
+                if SEND:
+                    store_header(flight, epoch, handle)
+                    publish_head(window, flying, rank, RANKS, epoch, signature, outcome(fail, epoch, status))
                 advance_epoch(local + EPOCH, epoch)
 
     return ll_dispatch

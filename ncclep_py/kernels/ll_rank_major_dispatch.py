@@ -12,20 +12,22 @@ from collections.abc import Callable
 
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.memory_map import FLIGHT_FAIL
 
 __all__ = ["PARAMETERS", "make_ll_rank_major_dispatch"]
 
 PARAMETERS = ("window", "rank", "local", "record", "tokens", "topk_idx", "topk_weights", "num_tokens", "src_rank_counters", "global_ids",
-              "scales", "slot", "table", "header", "handle", "signature", "status", "timeout")
-"""Run-time values of a launch, all 64-bit integers."""
+              "scales", "slot", "table", "header", "origins", "kept", "flight", "arrived", "handle", "signature", "status", "timeout")
+"""Run-time values of a launch, all 64-bit integers. `arrived`: window offset of the words that say so; `flight`: only of a send half."""
 
 
-def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
-    """The dispatch kernel for one shape, over one implementation of the vocabulary."""
+def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = False) -> Callable[..., None]:
+    """The dispatch kernel for one shape, over one implementation of the vocabulary; `send_only`: the send half of a staged dispatch."""
+    SEND = send_only
     RANKS, EXPERTS, TOPK, ROW_BYTES, IDX_BYTES = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, shape.idx_bytes
     SENT_BYTES, SCALE_BYTES, PIECE_BYTES, SCALES = shape.sent_bytes, shape.wire.scale_bytes, shape.piece_bytes, shape.slot_scales
     QUANTISE, ROUND = shape.wire.quantise, int(shape.wire.round_scales)
-    PLANE_ROWS, HEADS, ARRIVED = shape.window.plane_rows, shape.window.heads, shape.window.arrived
+    PLANE_ROWS, HEADS = shape.window.plane_rows, shape.window.heads
     IDS, WEIGHTS = shape.window.recv_ids, shape.window.recv_weights
     EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
     block_idx, warp_idx, read_epoch, advance_epoch = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch
@@ -35,10 +37,13 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable
     count_ranks, assign_ranks, scatter_row, send_routing = ops.count_ranks, ops.assign_ranks, ops.scatter_row, ops.send_routing
     publish_arrived_rows, wait_arrived, take_arrived_rows = ops.publish_arrived_rows, ops.wait_arrived, ops.take_arrived_rows
     last_block, op_code, store_header = ops.last_block, ops.op_code, ops.store_header
+    # for staged combines only: where each row came from, and how many there are
+    STAGED, PLACES = shape.window.num_staging > 0, PLANE_ROWS // RANKS * TOPK
+    store_origins, keep_counters = ops.store_origins, ops.keep_counters
 
     def ll_rank_major_dispatch(window, rank, local, record, tokens, topk_idx, topk_weights, num_tokens, src_rank_counters,  # noqa: ANN001, ANN202
-                               global_ids, scales, slot, table, header, handle, signature, status, timeout):
-        epoch, fail = read_epoch(local + EPOCH), local + FAIL
+                               global_ids, scales, slot, table, header, origins, kept, flight, arrived, handle, signature, status, timeout):
+        epoch, fail = read_epoch(local + EPOCH), flight + FLIGHT_FAIL if SEND else local + FAIL
         first, end = first_token(num_tokens), end_token(num_tokens)
         # ---- 1 head: everything my stream did before is done ---------------------------------------------------------
         if block_idx() == 0:
@@ -63,20 +68,27 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable
                 if begin == 0:
                     if stop > 0:   # of a row's pieces exactly one
                         send_routing(window, slot + IDS, slot + WEIGHTS, table, token, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS, global_ids)
+                        if STAGED:
+                            store_origins(window, origins, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, rank, PLACES)
         # ---- 5 arrived: the last block speaks for the rank -------------------------------------------------------------
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)
             if code == 0:
                 if warp_idx() == 0:
-                    publish_arrived_rows(window, ARRIVED, rank, RANKS, epoch)
-                code = wait_arrived(window, ARRIVED, rank, RANKS, epoch, fail, record, timeout)
-            if code == 0:
-                take_arrived_rows(window, ARRIVED, slot + IDS, rank, RANKS, TOPK, PLANE_ROWS, epoch, src_rank_counters)
+                    publish_arrived_rows(window, arrived, rank, RANKS, epoch)
+            if code == 0 and not SEND:
+                code = wait_arrived(window, arrived, rank, RANKS, epoch, fail, record, timeout)
+            if code == 0 and not SEND:
+                take_arrived_rows(window, arrived, slot + IDS, rank, RANKS, TOPK, PLANE_ROWS, epoch, src_rank_counters)
+                if STAGED:
+                    keep_counters(src_rank_counters, kept, RANKS)
             if warp_idx() == 0:
                 if code != 0:
-                    publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
+                    publish_abort(window, HEADS, arrived, rank, RANKS, epoch, fail)
                 else:
                     store_header(header, epoch, handle)
+                if SEND:
+                    store_header(flight, epoch, handle)
                 advance_epoch(local + EPOCH, epoch)
 
     return ll_rank_major_dispatch

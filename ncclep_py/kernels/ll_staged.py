@@ -1,87 +1,49 @@
-"""Staged operations, EXPERT_MAJOR: a send half and a complete half, between which the multiprocessors are free.
+"""Staged operations: a send half and a complete half, between which the multiprocessors are free.
 
-A staged dispatch is a fused one (``ll_dispatch``) cut before its wait for ARRIVED. A staged combine moves rows the other way: the experts' ranks
-push each row to its place in a staging slot at its source, and the complete half adds them up there, in the order and with the bits of
-``ll_combine``. Its send half waits only until every rank has emptied the staging slot of its last use. Safety: ``ncclep_py.memory_map``, S1 to S6.
+A staged dispatch is a fused one (``ll_dispatch``, ``ll_rank_major_dispatch``) cut before its wait for ARRIVED. A staged combine moves rows the
+other way: the experts' ranks push each row to its place in a staging slot at its source, and the complete half adds them up there, in the order
+and with the bits of ``ll_combine``. Its send half waits only until every rank has emptied the staging slot of its last use. Safety:
+``ncclep_py.memory_map``, S1 to S6.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from ncclep_py.config import Layout
+from ncclep_py.kernels.ll_dispatch import make_ll_dispatch
+from ncclep_py.kernels.ll_rank_major_dispatch import make_ll_rank_major_dispatch
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
 from ncclep_py.memory_map import FLIGHT_FAIL, FLIGHT_NEXT
 
-__all__ = ["COMBINE_COMPLETE_PARAMETERS", "COMBINE_SEND_PARAMETERS", "DISPATCH_COMPLETE_PARAMETERS", "DISPATCH_SEND_PARAMETERS",
-           "make_ll_combine_complete", "make_ll_combine_send", "make_ll_dispatch_complete", "make_ll_dispatch_send"]
+__all__ = ["COMBINE_COMPLETE_PARAMETERS", "COMBINE_SEND_PARAMETERS", "DISPATCH_COMPLETE_PARAMETERS", "RANK_MAJOR_COMPLETE_PARAMETERS",
+           "make_ll_combine_complete", "make_ll_combine_send", "make_ll_dispatch_complete", "make_ll_dispatch_send",
+           "make_ll_rank_major_complete", "make_ll_rank_major_send"]
 
-DISPATCH_SEND_PARAMETERS = ("window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "expert_counters", "slot", "table", "header",
-                            "origins", "kept", "flight", "flying", "handle", "signature", "status", "timeout")
 DISPATCH_COMPLETE_PARAMETERS = ("window", "rank", "local", "record", "header", "flight", "flying", "signature", "timeout")
+RANK_MAJOR_COMPLETE_PARAMETERS = ("window", "rank", "local", "record", "src_rank_counters", "slot", "header", "kept", "flight", "arrived", "timeout")
 COMBINE_SEND_PARAMETERS = ("window", "rank", "local", "record", "rows", "num_tokens", "table", "copied", "header", "origins", "kept", "staging",
                            "flight", "flying", "released", "handle", "signature", "status", "timeout")
 COMBINE_COMPLETE_PARAMETERS = ("window", "rank", "local", "record", "weights", "out", "num_tokens", "copied", "staging", "flight", "flying",
                                "released", "signature", "timeout")
-"""Run-time values of a launch, all 64-bit integers. `flight`: address of the flight in the local block; `flying`: window offset of its words."""
+"""Run-time values of a launch, all 64-bit integers. `flight`: address of the flight in the local block; `flying`: window offset of its words;
+`arrived`: window offset of those of a RANK_MAJOR dispatch."""
 
 
 def make_ll_dispatch_send(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
-    """The send half of dispatch: everything but the wait for other ranks' rows."""
-    RANKS, EXPERTS, TOPK, ROW_BYTES, IDX_BYTES = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, shape.idx_bytes
-    PLANE_ROWS, HEADS, ARRIVED, COUNTS = shape.window.plane_rows, shape.window.heads, shape.window.arrived, shape.window.counts
-    COUNT_BANK, LOCAL_EXPERTS, PLACES = shape.window.count_bank_bytes, EXPERTS // RANKS, PLANE_ROWS // RANKS * TOPK
-    EPOCH, BLOCKS_DONE = shape.local.epoch, shape.local.blocks_done
-    block_idx, warp_idx, read_epoch, advance_epoch = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch
-    first_token, end_token, token_part = ops.first_token, ops.end_token, ops.token_part
-    warp_token, token_step, begin_vector, end_vector = ops.warp_token, ops.token_step, ops.begin_vector, ops.end_vector
-    publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
-    count_experts, publish_counts, wait_counts, assign_rows, sum_counts = (
-        ops.count_experts, ops.publish_counts, ops.wait_counts, ops.assign_rows, ops.sum_counts)
-    count_bank, scatter_row, store_origins, keep_counters = ops.count_bank, ops.scatter_row, ops.store_origins, ops.keep_counters
-    last_block, op_code, outcome, store_header = ops.last_block, ops.op_code, ops.outcome, ops.store_header
+    """The send half of an EXPERT_MAJOR dispatch: everything but the wait for other ranks' rows."""
+    return _named("ll_dispatch_send", make_ll_dispatch(shape, ops, send_only=True))
 
-    def ll_dispatch_send(window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, slot, table, header,  # noqa: ANN001, ANN202
-                         origins, kept, flight, flying, handle, signature, status, timeout):
-        epoch, fail = read_epoch(local + EPOCH), flight + FLIGHT_FAIL
-        first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
-        counts = count_bank(COUNTS, COUNT_BANK, epoch)
-        # ---- 1 head --------------------------------------------------------------------------------------------------
-        if block_idx() == 0:
-            if warp_idx() == 0:
-                publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
-        # ---- 2 count -------------------------------------------------------------------------------------------------
-        count_experts(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, first, end)
-        publish_counts(window, counts, rank, RANKS, EXPERTS, epoch)
-        # ---- 3 wait --------------------------------------------------------------------------------------------------
-        code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
-        if code == 0:
-            code = wait_counts(window, counts, rank, RANKS, EXPERTS, epoch, fail, record, timeout)
-        # ---- 4 rows --------------------------------------------------------------------------------------------------
-        if code == 0:
-            assign_rows(topk_idx, IDX_BYTES, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, part, table, rank, epoch, fail, record)
-            begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
-            for token in range(warp_token(num_tokens), end, token_step(num_tokens)):
-                scatter_row(window, slot, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, begin, stop)
-                if begin == 0:
-                    if stop > 0:
-                        store_origins(window, origins, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, rank, PLACES)
-        # ---- 5 the last block speaks for the rank, and nobody waits: all counts are read before, here ------------------
-        if last_block(local + BLOCKS_DONE) == 1:
-            code = op_code(fail, epoch)
-            if code == 0:
-                code = sum_counts(window, counts, rank, RANKS, EXPERTS, epoch, PLANE_ROWS, expert_counters, fail, record, timeout)
-                keep_counters(expert_counters, kept, LOCAL_EXPERTS)
-            if warp_idx() == 0:
-                if code != 0:
-                    publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
-                else:
-                    store_header(header, epoch, handle)
-                store_header(flight, epoch, handle)
-                publish_head(window, flying, rank, RANKS, epoch, signature, outcome(fail, epoch, status))
-                advance_epoch(local + EPOCH, epoch)
 
-    return ll_dispatch_send
+def make_ll_rank_major_send(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
+    """The send half of a RANK_MAJOR dispatch."""
+    return _named("ll_rank_major_send", make_ll_rank_major_dispatch(shape, ops, send_only=True))
+
+
+def _named(name: str, kernel: Callable[..., None]) -> Callable[..., None]:
+    kernel.__name__ = kernel.__qualname__ = name
+    return kernel
 
 
 def make_ll_dispatch_complete(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
@@ -104,11 +66,36 @@ def make_ll_dispatch_complete(shape: KernelShape, ops: Vocabulary) -> Callable[.
     return ll_dispatch_complete
 
 
+def make_ll_rank_major_complete(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
+    """The complete half of a RANK_MAJOR dispatch: wait for all rows, take their number, clear the ids of unused rows."""
+    RANKS, TOPK, PLANE_ROWS, IDS, BLOCKS_DONE = (
+        shape.num_ranks, shape.num_topk, shape.window.plane_rows, shape.window.recv_ids, shape.local.blocks_done)
+    warp_idx, read_epoch, wait_arrived, take_arrived_rows = ops.warp_idx, ops.read_epoch, ops.wait_arrived, ops.take_arrived_rows
+    keep_counters, last_block, op_code, store_header = ops.keep_counters, ops.last_block, ops.op_code, ops.store_header
+
+    def ll_rank_major_complete(window, rank, local, record, src_rank_counters, slot, header, kept, flight, arrived, timeout):  # noqa: ANN001, ANN202
+        epoch, fail = read_epoch(flight), flight + FLIGHT_FAIL
+        if last_block(local + BLOCKS_DONE) == 1:
+            code = op_code(fail, epoch)   # a refusal or mismatch ends the send half of every rank, and nothing arrives
+            if code == 0:
+                code = wait_arrived(window, arrived, rank, RANKS, epoch, fail, record, timeout)
+            if code == 0:
+                take_arrived_rows(window, arrived, slot + IDS, rank, RANKS, TOPK, PLANE_ROWS, epoch, src_rank_counters)
+                keep_counters(src_rank_counters, kept, RANKS)
+            if warp_idx() == 0:
+                if code != 0:
+                    store_header(header, epoch, 0)   # nobody may combine these rows
+
+    return ll_rank_major_complete
+
+
 def make_ll_combine_send(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
     """The send half of combine: every row to its place at its source."""
     RANKS, EXPERTS, TOPK, ROW_BYTES = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes
     PLANE_ROWS, BLOCKS_DONE = shape.window.plane_rows, shape.local.blocks_done
-    LOCAL_EXPERTS, PLACES = EXPERTS // RANKS, PLANE_ROWS // RANKS * TOPK
+    PLACES, PLANES = PLANE_ROWS // RANKS * TOPK, EXPERTS // RANKS
+    if shape.layout is Layout.RANK_MAJOR:   # planes are source ranks, not local experts
+        PLANES, PLANE_ROWS = RANKS, PLANE_ROWS // RANKS
     warp_idx, read_epoch, advance_epoch, store_header = ops.warp_idx, ops.read_epoch, ops.advance_epoch, ops.store_header
     end_token, warp_token, token_step, begin_vector, end_vector = (
         ops.end_token, ops.warp_token, ops.token_step, ops.begin_vector, ops.end_vector)
@@ -127,10 +114,10 @@ def make_ll_combine_send(shape: KernelShape, ops: Vocabulary) -> Callable[..., N
         if code == 0:
             if status == 0:
                 copy_table(table, copied, num_tokens, TOPK)
-                num_rows = count_rows(kept, LOCAL_EXPERTS)
+                num_rows = count_rows(kept, PLANES)
                 begin, stop = begin_vector(num_rows, ROW_BYTES), end_vector(num_rows, ROW_BYTES)
                 for row in range(warp_token(num_rows), end_token(num_rows), token_step(num_rows)):
-                    push_row(window, origins, rows, staging, row, LOCAL_EXPERTS, PLANE_ROWS, rank, PLACES, ROW_BYTES, begin, stop)
+                    push_row(window, origins, rows, staging, row, PLANES, PLANE_ROWS, rank, PLACES, ROW_BYTES, begin, stop)
         # ---- 3 the last block speaks for the rank, and nobody waits ------------------------------------------------------
         if last_block(local + BLOCKS_DONE) == 1:
             if warp_idx() == 0:

@@ -9,8 +9,8 @@ OP ep_outcome(i64 fail, i64 epoch, i64 status) {
   return code ? i64(ABORT) << 24 | culprit : status;
 }
 
-OP ep_keep_counters(i64 expert_counters, i64 kept, i64 num_local) {
-  for (i64 l = threadIdx.x; l < num_local; l += blockDim.x) ((int*)kept)[l] = ((const int*)expert_counters)[l];
+OP ep_keep_counters(i64 expert_counters, i64 kept, i64 num_planes) {
+  for (i64 l = threadIdx.x; l < num_planes; l += blockDim.x) ((int*)kept)[l] = ((const int*)expert_counters)[l];
   return 0;
 }
 
@@ -27,30 +27,30 @@ OP ep_copy_table(i64 table, i64 copied, i64 num_tokens, i64 num_topk) {
   return 0;
 }
 
-OP ep_count_rows(i64 kept, i64 num_local) {
+OP ep_count_rows(i64 kept, i64 num_planes) {
   u32* before = total_rows();   // [L + 1]
   __syncthreads();              // whoever used this memory before is done
   if (warp() == 0) {
     u32 sum = 0;
-    for (int base = 0; base < num_local; base += 32) {
+    for (int base = 0; base < num_planes; base += 32) {
       int l = base + lane();
-      u32 mine = l < num_local ? u32(((const int*)kept)[l]) : 0, up = mine;
+      u32 mine = l < num_planes ? u32(((const int*)kept)[l]) : 0, up = mine;
       #pragma unroll
       for (int d = 1; d < 32; d *= 2) { u32 below = __shfl_up_sync(~0u, up, d); if (lane() >= d) up += below; }
-      if (l < num_local) before[l] = sum + up - mine;
+      if (l < num_planes) before[l] = sum + up - mine;
       sum += __shfl_sync(~0u, up, 31);
     }
-    if (lane() == 0) before[num_local] = sum;
+    if (lane() == 0) before[num_planes] = sum;
   }
   __syncthreads();
-  return before[num_local];
+  return before[num_planes];
 }
 
-OP ep_push_row(i64 window, i64 origins, i64 rows, i64 staging, i64 row, i64 num_local, i64 plane_rows, i64 rank, i64 places, i64 row_bytes,
+OP ep_push_row(i64 window, i64 origins, i64 rows, i64 staging, i64 row, i64 num_planes, i64 plane_rows, i64 rank, i64 places, i64 row_bytes,
                i64 begin_vector, i64 end_vector) {
   const int IN_FLIGHT = 7;
   const u32* before = total_rows();
-  int low = 0, high = int(num_local);   // the last expert whose first row is not beyond `row`
+  int low = 0, high = int(num_planes);   // the last plane whose first row is not beyond `row`
   while (high - low > 1) { int middle = (low + high) / 2; if (before[middle] <= u32(row)) low = middle; else high = middle; }
   i64 place = i64(low) * plane_rows + (row - before[low]);
   u32 origin = *(const u32*)peer_at(window, origins + 4 * place, rank), source = origin / u32(places);
@@ -70,7 +70,7 @@ OP ep_reduce_row(i64 window, i64 staging, i64 rank, i64 table, i64 weights, i64 
   i64 at = token * num_topk + lane();
   bool holds = lane() < num_topk && ((const int*)table)[at] >= 0;
   u64 mine = holds ? peer_at(window, staging + at * row_bytes, rank) : 0;
-  float weight = mine ? load_weight(weights + 4 * at) : 0.f;
+  float weight = !mine ? 0.f : weights ? load_weight(weights + 4 * at) : 1.f;   // x * 1 + sum is exact
   u32 live = __ballot_sync(~0u, mine != 0);
   u64 to = out + token * row_bytes;
   int begin = int(begin_vector), end = int(end_vector);

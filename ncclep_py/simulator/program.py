@@ -230,7 +230,8 @@ class Program:
         values |= {"window": self.window, "rank": rank, "local": address, "record": self.records[rank].ctypes.data, "slot": shape.window.slot(slot),
                    "num_tokens": self.num_tokens[rank], "table": address + shape.local.table(slot), "header": address + shape.local.header(slot),
                    "handle": handle, "signature": signature.pack(), "status": status, "timeout": self.config.wait_ns,
-                   "origins": shape.window.origin(slot), "kept": address + shape.local.keep(slot)} | more
+                   "origins": shape.window.origin(slot), "kept": address + shape.local.keep(slot), "flight": 0, "flying": 0,
+                   "arrived": shape.window.arrived} | more
         blocks, warps = self.grids[rank]
         self.sim.launch(rank, self.kernels[kind], [values[p] for p in self.parameters[kind]], blocks, warps, label=kind)
 

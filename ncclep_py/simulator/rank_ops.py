@@ -109,6 +109,7 @@ def take_arrived_rows(call: Call, task: Task, window: int, arrived: int, slot_id
     capacity, warps, values = plane_rows // num_ranks, task.block.launch.warps, task.block.values
     sources = range(task.warp, num_ranks, warps)
     values.setdefault("count", np.zeros(num_ranks, np.int64))
+    values.setdefault("total", values["count"])   # the same memory; new where a kernel begins with this
 
     def take(access: Access) -> None:
         for source in sources:

@@ -36,9 +36,9 @@ def outcome(call: Call, task: Task, fail: int, epoch: int, status: int) -> int:
     return call.perform(task, (fail, epoch, status), {"fail": read})
 
 
-def keep_counters(call: Call, task: Task, expert_counters: int, kept: int, num_local: int) -> int:
+def keep_counters(call: Call, task: Task, expert_counters: int, kept: int, num_planes: int) -> int:
     """Copy the counts, each by the warp that wrote it."""
-    mine = range(task.warp, num_local, task.block.launch.warps)
+    mine = range(task.warp, num_planes, task.block.launch.warps)
     held: dict[int, np.ndarray] = {}
 
     def load(access: Access) -> None:
@@ -48,7 +48,7 @@ def keep_counters(call: Call, task: Task, expert_counters: int, kept: int, num_l
         for e in mine:
             access.write(kept + 4 * e, held[e])
 
-    return call.perform(task, (expert_counters, kept, num_local), {"expert_counters": load, "kept": store})
+    return call.perform(task, (expert_counters, kept, num_planes), {"expert_counters": load, "kept": store})
 
 
 def store_origins(call: Call, task: Task, window: int, origins: int, token: int, first: int, num_topk: int, num_experts: int, num_ranks: int,
@@ -79,20 +79,20 @@ def copy_table(call: Call, task: Task, table: int, copied: int, num_tokens: int,
     return call.perform(task, (table, copied, num_tokens, num_topk), {"table": load, "copied": lambda a: a.write(copied + 4 * begin, held)})
 
 
-def count_rows(call: Call, task: Task, kept: int, num_local: int) -> int:
-    """Rows before each local expert's first, in shared memory; rows of all."""
+def count_rows(call: Call, task: Task, kept: int, num_planes: int) -> int:
+    """Rows before each plane's first, in shared memory; rows of all."""
     def count(access: Access) -> None:
         if task.warp == 0:
             call.cell(task, "before").write(task)
-            counts = access.read(kept, 4 * num_local).view(np.int32)
+            counts = access.read(kept, 4 * num_planes).view(np.int32)
             task.block.values["before"] = np.concatenate([[0], np.cumsum(counts)])
 
-    call.perform(task, (kept, num_local), {"kept": count})
+    call.perform(task, (kept, num_planes), {"kept": count})
     call.cell(task, "before").read(task)
     return int(task.block.values["before"][-1])
 
 
-def push_row(call: Call, task: Task, window: int, origins: int, rows: int, staging: int, row: int, num_local: int, plane_rows: int, rank: int,
+def push_row(call: Call, task: Task, window: int, origins: int, rows: int, staging: int, row: int, num_planes: int, plane_rows: int, rank: int,
              places: int, row_bytes: int, begin_vector: int, end_vector: int) -> int:
     """A piece of a received row to its source."""
     begin, size = 16 * begin_vector, 16 * (end_vector - begin_vector)
@@ -133,7 +133,9 @@ def reduce_row(call: Call, task: Task, window: int, staging: int, rank: int, tab
 
     def read_weights(access: Access) -> None:
         nonlocal scale
-        scale = access.read(weights + 4 * token * num_topk, 4 * num_topk).view(np.float32).copy()
+        scale = np.ones(num_topk, np.float32)
+        if weights:
+            scale = access.read(weights + 4 * token * num_topk, 4 * num_topk).view(np.float32).copy()
 
     def pull(access: Access) -> None:
         nonlocal total

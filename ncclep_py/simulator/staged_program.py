@@ -1,28 +1,32 @@
-"""`Program` with staged operations, for tests and exploration."""
+"""`Program` and `RankMajorProgram` with staged operations, for tests and exploration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
 from ncclep_py.config import GroupConfig, Layout
-from ncclep_py.kernels import ll_staged
-from ncclep_py.reference import ll_expert_major_combine, ll_expert_major_dispatch
+from ncclep_py.kernels import ll_dispatch, ll_rank_major_dispatch, ll_staged
 from ncclep_py.signature import OpKind, Signature
 from ncclep_py.simulator.engine import Simulator
 from ncclep_py.simulator.program import Combined, Dispatched, Program
+from ncclep_py.simulator.rank_major_program import RankMajorProgram
 
-__all__ = ["StagedProgram"]
+__all__ = ["FACTORIES", "StagedProgram", "StagedRankMajorProgram"]
 
-FACTORIES: dict[str, tuple[Callable, tuple[str, ...]]] = {
-    "dispatch_send": (ll_staged.make_ll_dispatch_send, ll_staged.DISPATCH_SEND_PARAMETERS),
-    "dispatch_complete": (ll_staged.make_ll_dispatch_complete, ll_staged.DISPATCH_COMPLETE_PARAMETERS),
+COMBINE: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "combine_send": (ll_staged.make_ll_combine_send, ll_staged.COMBINE_SEND_PARAMETERS),
     "combine_complete": (ll_staged.make_ll_combine_complete, ll_staged.COMBINE_COMPLETE_PARAMETERS),
 }
+FACTORIES: dict[Layout, dict[str, tuple[Callable, tuple[str, ...]]]] = {
+    Layout.EXPERT_MAJOR: COMBINE | {
+        "dispatch_send": (ll_staged.make_ll_dispatch_send, ll_dispatch.PARAMETERS),
+        "dispatch_complete": (ll_staged.make_ll_dispatch_complete, ll_staged.DISPATCH_COMPLETE_PARAMETERS)},
+    Layout.RANK_MAJOR: COMBINE | {
+        "dispatch_send": (ll_staged.make_ll_rank_major_send, ll_rank_major_dispatch.PARAMETERS),
+        "dispatch_complete": (ll_staged.make_ll_rank_major_complete, ll_staged.RANK_MAJOR_COMPLETE_PARAMETERS)},
+}
+"""Kernel factory and parameters of each half."""
 
 
 class StagedProgram(Program):
@@ -32,50 +36,40 @@ class StagedProgram(Program):
                  **more: Any) -> None:
         """`factories` replaces kernel factories by name."""
         super().__init__(sim, config, num_tokens, **more)
-        for kind, (factory, parameters) in FACTORIES.items():
+        for kind, (factory, parameters) in FACTORIES[self.layout].items():
             self.kernels[kind] = (factories or {}).get(kind, factory)(self.shape, sim.vocabulary)
             self.parameters[kind] = parameters
-        self.flying: dict[tuple[str, int], Any] = {}
+        self._half, self._stage = "", 0
 
     # ---- operations --------------------------------------------------------------------------------------------------------
-    def send_dispatch(self, slot: int = 0, ranks: Sequence[int] | None = None, status: int = 0) -> Dispatched:
-        """Enqueue the send half of a dispatch of random tokens into `slot`."""
-        self.handles += 1
-        experts = self.config.num_experts
-        tokens = [torch.randn(t, self.config.hidden, generator=self.rng).to(self.dtype) for t in self.num_tokens]
-        ids = [torch.randint(-1, experts, (t, self.num_topk), generator=self.rng) for t in self.num_tokens]
-        expected = ll_expert_major_dispatch(tokens, ids, num_experts=experts, max_dispatch_tokens_per_rank=self.config.max_dispatch_tokens_per_rank)
-        counters = [np.full(experts // len(self.ranks), -1, np.int32) for _ in self.ranks]
-        d = Dispatched(slot, self.handles, tokens, ids, counters, {}, [e.tokens.clone() for e in expected], expected)
-        for rank in self.ranks if ranks is None else ranks:
-            self._stage("dispatch_send", rank, slot, d.handle, status, self._signature(OpKind.STAGED_DISPATCH, slot), slot,
-                        tokens=tokens[rank], topk_idx=ids[rank], expert_counters=counters[rank])
-        self.dispatched.append(d)
-        return d
+    def send_dispatch(self, slot: int = 0, **more: Any) -> Dispatched:
+        """`dispatch`, but its send half only."""
+        self._half = "dispatch_send"
+        try:
+            return self.dispatch(slot, **more)
+        finally:
+            self._half = ""
 
     def complete_dispatch(self, d: Dispatched, ranks: Sequence[int] | None = None) -> None:
-        """Enqueue the complete half."""
+        """The complete half."""
         for rank in self.ranks if ranks is None else ranks:
-            self._stage("dispatch_complete", rank, d.slot, d.handle, 0, self._signature(OpKind.STAGED_DISPATCH, d.slot), d.slot, blocks=1)
+            self._enqueue("dispatch_complete", rank, d.slot, d.handle, 0, src_rank_counters=d.counters[rank])
 
     def send_combine(self, d: Dispatched, stage: int = 0, ranks: Sequence[int] | None = None, status: int = 0) -> Dispatched:
-        """Enqueue the send half of a combine of what the experts left, into a staging slot."""
+        """The send half of a combine of what the experts left, into a staging slot."""
+        self._stage = stage
         for rank in self.ranks if ranks is None else ranks:
             rows = self.windows[rank].ctypes.data + self.shape.window.slot(d.slot)
-            self._stage("combine_send", rank, d.slot, d.handle, status, self._signature(OpKind.STAGED_COMBINE, stage), self.config.num_slots + stage,
-                        more={"rows": rows})
+            self._enqueue("combine_send", rank, d.slot, d.handle, status, rows=rows)
         return d
 
     def complete_combine(self, d: Dispatched, stage: int = 0, ranks: Sequence[int] | None = None) -> Combined:
-        """Enqueue the complete half, with random weights."""
-        weights = [torch.rand(t, self.num_topk, generator=self.rng) for t in self.num_tokens]
-        out = [torch.full((t, self.config.hidden), 7.0).to(self.dtype) for t in self.num_tokens]
-        c = Combined(out, ll_expert_major_combine(d.experts, [e.rows for e in d.expected], weights))
-        for rank in self.ranks if ranks is None else ranks:
-            self._stage("combine_complete", rank, d.slot, d.handle, 0, self._signature(OpKind.STAGED_COMBINE, stage), self.config.num_slots + stage,
-                        weights=weights[rank], out=out[rank])
-        self.combined.append(c)
-        return c
+        """`combine`, but its complete half only."""
+        self._half, self._stage = "combine_complete", stage
+        try:
+            return self.combine(d, ranks)
+        finally:
+            self._half = ""
 
     def play(self, text: str) -> None:
         """Enqueue a sequence such as ``S0 A0 X0 P00 R0 D1 X1 C1``.
@@ -103,16 +97,28 @@ class StagedProgram(Program):
                 self.combine(live[slot])
 
     # ---- inside ------------------------------------------------------------------------------------------------------------
-    def _signature(self, kind: OpKind, slot: int) -> Signature:
-        return Signature(kind, Layout.EXPERT_MAJOR, self.shape.token_type, 0, slot, self.num_topk, self.shape.row_bytes // 16)
+    def _launch(self, kind: str, rank: int, slot: int, handle: int, status: int, **tensors: object) -> None:
+        if self._half:
+            self._enqueue(self._half, rank, slot, handle, status, **tensors)
+        else:
+            super()._launch(kind, rank, slot, handle, status, **tensors)
 
-    def _stage(self, kind: str, rank: int, slot: int, handle: int, status: int, signature: Signature, flight: int,
-               more: dict[str, int] | None = None, blocks: int | None = None, **tensors: object) -> None:
+    def _enqueue(self, half: str, rank: int, slot: int, handle: int, status: int, **tensors: object) -> None:
+        """Launch one half."""
         address, plan, own = self.local[rank].ctypes.data, self.shape.window, self.shape.local
-        values = {"flight": address + own.flight(flight), "flying": plan.flight(flight)} | (more or {})
-        stage = flight - self.config.num_slots
-        if stage >= 0:
+        dispatch, stage = half.startswith("dispatch"), self._stage
+        flight = slot if dispatch else self.config.num_slots + stage
+        signature = Signature(OpKind.STAGED_DISPATCH if dispatch else OpKind.STAGED_COMBINE, self.layout, self.shape.token_type, 0,
+                              slot if dispatch else stage, self.num_topk, self.shape.row_bytes // 16)
+        values = {"flight": address + own.flight(flight), "flying": plan.flight(flight), "arrived": plan.arrival(slot)}
+        if not dispatch:
             values |= {"staging": plan.stage(stage), "released": plan.release(stage), "copied": address + own.copy(stage)}
-        kept, self.grids = self.grids, [(blocks or b, w) for b, w in self.grids]
-        self._launch_signed(kind, rank, slot, handle, status, signature, values, **tensors)
-        self.grids = kept
+        grids = self.grids
+        if half == "dispatch_complete":
+            self.grids = [(1, warps) for _, warps in grids]
+        self._launch_signed(half, rank, slot, handle, status, signature, values, **tensors)
+        self.grids = grids
+
+
+class StagedRankMajorProgram(StagedProgram, RankMajorProgram):
+    """The same for RANK_MAJOR."""
