@@ -33,10 +33,11 @@ COUNT = "count_ranks(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, RANKS, firs
 ASSIGN = "assign_ranks(topk_idx, IDX_BYTES, topk_weights, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, rank)\n"
 ROUTING = "send_routing(window, slot + IDS, slot + WEIGHTS, table, token, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS, global_ids)\n"
 LAST = "        if last_block("
-SHARED = ("no wait_heads", "no publish_head", "no wait_arrived", "no store_header", "no advance_epoch", "every block is the last",
+SHARED = ("no wait_heads", "no publish_head", "no store_header", "no advance_epoch", "every block is the last",
           "block 0 is the last")
 
 MUTANTS = {name: DISPATCH_MUTANTS[name] for name in SHARED} | {
+    "no wait_arrived": [("code = wait_arrived(window, arrived, rank, RANKS, epoch, fail, record, timeout)", "code = 0")],
     "no publish_arrived_rows": [("publish_arrived_rows(window, arrived, rank, RANKS, epoch)\n", "pass\n")],
     "no take_arrived_rows": [(TAKE, "")],
     "take_arrived_rows before the wait": [(ARRIVED + TAKE, "".join("    " + line for line in TAKE.splitlines(True)) + ARRIVED)],
