@@ -54,6 +54,7 @@ class Group:
         self.slot_owner: list[int] = [0] * config.num_slots   # handle id, 0: free
         self.slot_combined: list[bool] = [False] * config.num_slots
         self.staging_owner: list[int] = [0] * config.num_staging_slots   # handle id while a staged combine is in flight, 0: free
+        self._captured: list[Any] = []
         self._closed = False
         self.start_at(FIRST_EPOCH)
         comm.barrier()
@@ -70,6 +71,9 @@ class Group:
             raise TypeError(f"comm must be a Communicator, got {type(comm).__name__}")
         if not isinstance(config, GroupConfig):
             raise TypeError(f"config must be a GroupConfig, got {type(config).__name__}")
+        if comm.capturing():
+            raise EpError("a group cannot be created during graph capture, since its window must be allocated and registered: create the group and "
+                          "its handles before capturing")
         mine = _refuse_grid(comm, config)
         answers = comm.exchange([config.agreed_fields(), mine])
         _compare([dict(fields) for fields, _ in answers])
@@ -142,6 +146,11 @@ class Group:
         values = (self._window.handle, self.rank, local, record, 0, 0, 0, self.map.slots, local, header, 0, signature, 0, self.config.wait_ns)
         self.comm.submit(kernel, values, self.num_blocks, kind.name.lower(), ())
 
+    def keep(self, *held: Any) -> None:
+        """Internal: under graph capture, keep what the graph will need on every replay until the group is closed."""
+        if self.comm.capturing():
+            self._captured.append(held)
+
     def check(self, *, synchronize: bool = True) -> None:
         """Raise what a device of this rank reported, if anything.
 
@@ -151,6 +160,8 @@ class Group:
             synchronize: first wait for the rank's current stream, so that all operations so far are covered.
         """
         if synchronize:
+            if self.comm.capturing():
+                raise EpError("check() waits for the stream, which is impossible during graph capture: call it after the capture or a replay")
             self.comm.synchronize()
         self.raise_reported()
 
@@ -199,6 +210,7 @@ class Group:
             self.check()
             self.comm.barrier()
         finally:
+            self._captured.clear()
             self._window.close()
 
     def __enter__(self) -> Group:

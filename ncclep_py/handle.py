@@ -8,6 +8,15 @@ Errors: operations are asynchronous, so what a device reports is raised by a lat
 arguments are wrong takes part as a refusal: it is one operation on every rank, epochs stay equal and no peer waits; peers in the same process
 raise in the same call. A call that finds an earlier failure every rank sees (a refusal, a mismatch, a timeout) raises and is no operation on any
 rank. To go on after an error, let every rank call ``Group.check()`` at the same point of the program.
+
+Staged operations (``send_only``, needs `GroupConfig.num_staging_slots`): the call enqueues the send half, `Handle.complete` the rest. Between the two
+the multiprocessors are free. One operation of a handle may be in flight; other handles may go on meanwhile. The send half of dispatch waits until
+all ranks have entered theirs and have told their counts; that of combine waits for no rank, given a staging slot whose last use all have completed.
+
+CUDA graphs: every operation may be captured; create the group and the handle before, and use recipes and id types once. All ranks capture the same
+operations, each rank its own graph, and replay in the same order (ranks in one process through ``comm.together(graph.replay)``). The number of
+tokens is baked in, so that fewer tokens are said by ids of -1; tokens, ids and weights are read at every replay. Tensors of captured calls are kept
+until the group is closed, tensors made inside the capture by the graph; the window by the group, which must stay open.
 """
 
 from __future__ import annotations
@@ -256,7 +265,7 @@ class Handle:
             kept = (tokens, idx, weights, *beside, counts.expert_counters, counts.src_rank_counters)
             self._flight = Flight(SENDS[name], slot, mine, tuple(t for t in kept if t is not None), made, copies, sent)
         else:
-            _copy_all(copies)
+            self._copy_all(copies)
         return made
 
     def _check_dispatch(self, given: DispatchInputs, weights: Any, made: DispatchOutputs, counts: LayoutInfo, config: DispatchConfig,
@@ -293,6 +302,9 @@ class Handle:
         if self._rank_major:
             self._check_rank_major(weights, made, counts, slot)
         if group.config.checked:
+            if group.comm.capturing():
+                raise EpError("GroupConfig.checked reads expert ids on the host, which is impossible during graph capture: capture on a group "
+                              "without it")
             check_ids("topk_idx", self._topk_idx, group.config.num_experts)
         return sent
 
@@ -383,6 +395,7 @@ class Handle:
         rows = self._rows(slot)
         if given.tokens.data_ptr() != rows.data_ptr():
             rows.copy_(given.tokens.detach())
+            self.group.keep(given.tokens)
         if self._rank_major:
             self._launch("ll_combine", slot, Status.GO, (0, made.tokens.data_ptr(), self._num_tokens), (made.tokens,))
         else:
@@ -449,7 +462,7 @@ class Handle:
         if flight.name == "ll_combine_complete":
             self.group.staging_owner[flight.slot] = 0
         self._land(flight.name, flight.slot, flight.own, flight.tensors, flight.sent)
-        _copy_all(flight.copies)
+        self._copy_all(flight.copies)
         self.group.raise_reported()
         return flight.result
 
@@ -458,6 +471,7 @@ class Handle:
         group = self.group
         values = (*self._fixed(name, slot, slot, False, sent), group.config.wait_ns)
         blocks = group.num_blocks if name == "ll_combine_complete" else 1
+        group.keep(tensors)
         group.comm.submit(self._kernel(name), (*values[:4], *own, *values[4:]), blocks, name, tensors)
         if self.group.comm.backend == "nccl" and not group.comm.capturing():
             import torch
@@ -496,6 +510,15 @@ class Handle:
     def _check_staged(self, send_only: bool) -> None:
         if send_only and not self.group.staging_owner:
             raise ValueError("send_only needs staging slots: set GroupConfig.num_staging_slots, two per operation in flight")
+
+    def _copy_all(self, copies: Sequence[tuple[Any, Any]]) -> None:
+        """Copy rows of any dtype, also of those torch can only move as bytes, into a caller's plain tensors."""
+        import torch
+
+        for to, rows in copies:
+            to.detach().view(torch.uint8).copy_(rows.detach().view(torch.uint8))
+        if copies:
+            self.group.keep(copies)
 
     def _take_slot(self) -> int:
         """A slot for a new dispatch, by the same rule on every rank: this handle's own if it still has one, else the first free one."""
@@ -565,6 +588,7 @@ class Handle:
         fixed = self._fixed(name, slot, self._stage, global_ids, sent)
         values = (*fixed[:4], *own, *fixed[4:], status, group.config.wait_ns)
         kernel = self._kernel(name, None if sent is None else sent.wire)
+        group.keep(tensors)
         refused_here = group.comm.submit(kernel, values, group.num_blocks, name, tensors, refusing=status != Status.GO)
         if name == "ll_combine_send" and (refused_here or status != Status.GO):   # over on this rank: nobody will call complete
             group.staging_owner[self._stage] = 0
@@ -642,14 +666,6 @@ def _check_kinds(*arguments: tuple[str, Any, type]) -> None:
     for name, value, kind in arguments:
         if value is not None and not isinstance(value, kind):
             raise refused(TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}"), Refusal.TYPE)
-
-
-def _copy_all(copies: Sequence[tuple[Any, Any]]) -> None:
-    """Copy rows of any dtype, also of those torch can only move as bytes."""
-    import torch
-
-    for to, rows in copies:
-        to.detach().view(torch.uint8).copy_(rows.detach().view(torch.uint8))
 
 
 def _unwanted(name: str, value: object, layout: Layout) -> None:

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from ncclep_py import Communicator, EpError, EpRefusedError, EpTimeoutError, Group, GroupConfig, Layout
+from ncclep_py import CombineConfig, Communicator, DispatchConfig, EpError, EpRefusedError, EpTimeoutError, Group, GroupConfig, Layout
 from ncclep_py import reference as ref
 from ncclep_py.testing import bits_equal, random_routing, stamped_tokens, weights_like
 
@@ -33,12 +33,37 @@ def good_step(group: Group, handle: object, step: int) -> bool:
     return bits_equal(out.cpu(), ref.moe_layer(tokens, ids, weights, [lambda rows: rows * 2] * experts))
 
 
+def replays(group: Group, handle: object, steps: int) -> bool:
+    """A captured pair replayed with new routing, weights, tokens and token counts (by -1), and a staged pair in turn."""
+    rank, experts = group.rank, group.config.num_experts
+    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    ids, weights = torch.zeros(TOKENS, TOPK, dtype=torch.int64, device="cuda"), torch.zeros(TOKENS, TOPK, device="cuda")
+    outs, graphs = [], []
+    for staged in (False, True):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=torch.cuda.current_stream(), capture_error_mode="relaxed"):
+            got = handle.dispatch(x, topk_idx=ids, config=DispatchConfig(send_only=staged))
+            handle.complete()
+            got.tokens.mul_(2)
+            outs.append(handle.combine(got.tokens, topk_weights=weights, config=CombineConfig(send_only=staged)))
+            handle.complete()
+    equal = True
+    for step in range(steps):
+        new_ids = random_routing(rank, TOKENS, TOPK, experts, seed=step, dropped=step % 11 / 10)
+        tokens, new_weights = stamped_tokens(rank, TOKENS, HIDDEN, torch.bfloat16, seed=step), weights_like(new_ids, seed=step)
+        ids.copy_(new_ids), x.copy_(tokens), weights.copy_(new_weights)
+        graphs[step % 2].replay()
+        equal &= bits_equal(outs[step % 2].cpu(), ref.moe_layer(tokens, new_ids, new_weights, [lambda rows: rows * 2] * experts))
+    group.check()
+    return equal
+
+
 def main() -> None:
     what = sys.argv[1]
     comm = Communicator.from_environment()
     experts = comm.num_ranks * 2
     config = GroupConfig(num_experts=experts, max_dispatch_tokens_per_rank=TOKENS, hidden=HIDDEN, max_num_sms=8, timeout_ns=3_000_000_000,
-                         num_topk=3 if what == "differ" and comm.rank == 1 else TOPK)
+                         num_staging_slots=2 if what == "graph" else 0, num_topk=3 if what == "differ" and comm.rank == 1 else TOPK)
     if what == "differ":
         try:
             Group.create(comm, config)
@@ -49,6 +74,8 @@ def main() -> None:
     with torch.cuda.stream(torch.cuda.Stream()), Group.create(comm, config) as group:
         handle = group.create_handle(Layout.EXPERT_MAJOR, num_topk=TOPK)
         equal = all([good_step(group, handle, step) for step in range(20)])
+        if what == "graph":
+            equal = equal and replays(group, handle, 100)
         if what in ("refuse", "late"):
             tokens = stamped_tokens(comm.rank, TOKENS, HIDDEN, torch.bfloat16).cuda()
             ids = random_routing(comm.rank, TOKENS, TOPK, experts).cuda()

@@ -29,6 +29,12 @@ def test_every_rank_gets_the_oracles_bits(ranks: int) -> None:
     assert done.stdout.count("bitwise equal") == ranks
 
 
+def test_graphs_of_each_rank_replay_with_new_routing_and_counts() -> None:
+    done = torchrun(3, "graph")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("bitwise equal") == 3
+
+
 def test_a_refused_call_raises_on_every_rank_and_the_next_is_right() -> None:
     done = torchrun(3, "refuse")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
