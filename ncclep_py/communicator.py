@@ -122,6 +122,14 @@ class Communicator(ABC):
         """Whether this rank's current stream is being captured into a graph."""
         return False
 
+    def sit_out(self) -> None:
+        """For tests of missing ranks: let one operation of the others pass without this rank. (In a `LocalWorld` all ranks come to each.)"""
+        return None
+
+    def abandon(self) -> None:
+        """Ranks are gone: `close` does nothing collective from now on, and leaves the communicator to the end of the process."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Give everything back; idempotent."""
@@ -348,6 +356,9 @@ class NcclCommunicator(NcclRank):
 
     def together(self, action: Callable[[], None]) -> None:
         action()
+
+    def abandon(self) -> None:
+        self._closed = True
 
     def close(self) -> None:
         if not self._closed:

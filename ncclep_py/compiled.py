@@ -10,7 +10,20 @@ from typing import Any
 from ncclep_py import cubin as cubin_file
 from ncclep_py import toolchain
 from ncclep_py.kernel_cache import KernelCache, digest_of
-from ncclep_py.kernels import ht_combine, ht_copy, ht_count, ht_dispatch, ht_prepare, ll_combine, ll_dispatch, ll_rank_major_dispatch, ll_staged
+from ncclep_py.kernels import (
+    ht_combine,
+    ht_copy,
+    ht_count,
+    ht_dispatch,
+    ht_prepare,
+    ll_combine,
+    ll_dispatch,
+    ll_mask_clean,
+    ll_masked_combine,
+    ll_masked_dispatch,
+    ll_rank_major_dispatch,
+    ll_staged,
+)
 from ncclep_py.kernels.ht_shape import HTShape
 from ncclep_py.kernels.shape import KernelShape
 
@@ -31,6 +44,9 @@ KERNELS: dict[str, tuple[Callable[..., Callable[..., None]], tuple[str, ...]]] =
     "ht_dispatch": (ht_dispatch.make_ht_dispatch, ht_dispatch.PARAMETERS),
     "ht_combine": (ht_combine.make_ht_combine, ht_combine.PARAMETERS),
     "ht_copy": (ht_copy.make_ht_copy, ht_copy.PARAMETERS),
+    "ll_masked_dispatch": (ll_masked_dispatch.make_ll_masked_dispatch, ll_masked_dispatch.PARAMETERS),
+    "ll_masked_combine": (ll_masked_combine.make_ll_masked_combine, ll_masked_combine.PARAMETERS),
+    "ll_mask_clean": (ll_mask_clean.make_ll_mask_clean, ll_mask_clean.PARAMETERS),
 }
 """Factory and run-time parameters by kernel name."""
 

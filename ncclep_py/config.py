@@ -10,6 +10,8 @@ import dataclasses
 import enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ncclep_py.member_map import MAX_MASKED_RANKS
+
 if TYPE_CHECKING:
     import torch
 
@@ -168,6 +170,8 @@ class GroupConfig:
         num_staging_slots: staging slots for staged operations (``send_only``), each ``M * num_topk`` rows; 0 takes no memory and refuses
             ``send_only``. w staged combines in flight need w of them, and 2w so that none waits for the slowest rank's last `Handle.complete`.
         timeout_ns: nanoseconds a device-side wait may last; AUTO is 100 s, as in the reference.
+        enable_mask: LL: go on without ranks that do not come within ``timeout_ns`` (`Group.mask_query` and what follows it); at most 29 ranks. Its
+            kernels are others than those of groups without.
         checked: look at expert ids on the host before a dispatch (costs a host synchronisation) and raise if one is >= num_experts.
         max_token_bytes: most bytes of one dispatched row and its scales (QUANT_FWD); if set it must be at least ``hidden * itemsize``, which is what
             AUTO means.
@@ -186,6 +190,7 @@ class GroupConfig:
     num_slots: int = 1
     num_staging_slots: int = 0
     timeout_ns: int = AUTO
+    enable_mask: bool = False
     checked: bool = False
     max_token_bytes: int = AUTO
     overflow_policy: OverflowPolicy = OverflowPolicy.AUTO
@@ -205,6 +210,12 @@ class GroupConfig:
         object.__setattr__(self, "overflow_policy", _member("overflow_policy", OverflowPolicy, self.overflow_policy))
         if self.algorithm is Algorithm.HIGH_THROUGHPUT:
             self._check_budget()
+        if not isinstance(self.enable_mask, bool):
+            raise TypeError(f"enable_mask must be a bool, got {type(self.enable_mask).__name__}: {self.enable_mask!r}")
+        if self.enable_mask and self.algorithm is not Algorithm.LOW_LATENCY:
+            raise ValueError(f"enable_mask must be False for {self.algorithm.name}; only LOW_LATENCY has masks")
+        if self.enable_mask and self.num_staging_slots:
+            raise NotImplementedError("enable_mask is not built yet for staged operations; set num_staging_slots to 0")
         if self.num_topk > self.num_experts:
             raise ValueError(f"num_topk must be at most num_experts = {self.num_experts}, got {self.num_topk}")
         if self.row_bytes % ROW_ALIGNMENT:
@@ -247,6 +258,8 @@ class GroupConfig:
         """``ValueError`` unless the experts divide evenly over `num_ranks`."""
         if self.num_experts % num_ranks:
             raise ValueError(f"num_experts must be a multiple of the number of ranks: {self.num_experts} over {num_ranks}")
+        if self.enable_mask and num_ranks > MAX_MASKED_RANKS:
+            raise ValueError(f"enable_mask serves at most {MAX_MASKED_RANKS} ranks, got {num_ranks}")
 
     def agreed_fields(self) -> dict[str, str]:
         """What must be equal on all ranks, as text, for the check at group creation."""

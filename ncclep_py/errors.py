@@ -17,6 +17,7 @@ __all__ = [
     "Code",
     "EpClosedError",
     "EpError",
+    "EpMaskedError",
     "EpMismatchError",
     "EpOverflowError",
     "EpPeerError",
@@ -35,6 +36,7 @@ class Status(enum.IntEnum):
     GO = 0
     REFUSED = 1
     ABORT = 2
+    LATE = 3
 
 
 class Code(enum.IntEnum):
@@ -47,10 +49,23 @@ class Code(enum.IntEnum):
     LEFT_BEHIND = 5
     OVERFLOW = 6
     STALE_SLOT = 7
+    EXCLUDED = 16
+    MASKED = 17
+    WROTE_LATE = 18
+    CAME_LATE = 19
+    AGAIN = 32
 
 
 SPREADS = (Code.TIMEOUT, Code.ABORTED, Code.LEFT_BEHIND)
 """Codes a rank must tell its peers; every rank sees the others itself."""
+
+
+NOTICES = {
+    Code.MASKED: "did not come in time; the operation took place without it",
+    Code.CAME_LATE: "was masked and has come back; it takes no part until mask_clean",
+    Code.WROTE_LATE: "was masked while it was writing and wrote rows afterwards; results since it was masked are suspect",
+}
+"""What the async error of a group with ``enable_mask`` says about a peer."""
 
 
 class Phase(enum.IntEnum):
@@ -106,6 +121,10 @@ class EpStaleError(EpError):
     """A slot or an output was used after something newer took its place."""
 
 
+class EpMaskedError(EpError):
+    """Groups with ``enable_mask``: the other ranks went on without this one; `Group.mask_clean` on all ranks takes it back."""
+
+
 class EpClosedError(EpError):
     """The group, handle or communicator is closed."""
 
@@ -135,7 +154,7 @@ class ErrorRecord:
     def exception(self, refusals: dict[int, str] | None = None) -> EpError:
         """This record as an exception; `refusals` maps a refusal's detail to its sentence."""
         error = self._exception(refusals)
-        error.everywhere = self.code not in (Code.OVERFLOW, Code.STALE_SLOT)
+        error.everywhere = self.code not in (Code.OVERFLOW, Code.STALE_SLOT, Code.EXCLUDED, *NOTICES)
         return error
 
     def _exception(self, refusals: dict[int, str] | None) -> EpError:
@@ -154,4 +173,8 @@ class ErrorRecord:
             return EpMismatchError(f"{where}: rank {self.peer} called another operation: {mine.difference(theirs)}")
         if self.code == Code.OVERFLOW:
             return EpOverflowError(f"{where}: row {self.seen} for an expert of rank {self.peer} is beyond its {self.expected} rows and was dropped")
+        if self.code == Code.EXCLUDED:
+            return EpMaskedError(f"{where}: the other ranks went on without this rank, and nothing it calls takes place until mask_clean")
+        if self.code in NOTICES:
+            return EpMaskedError(f"{where}: rank {self.peer} {NOTICES[Code(self.code)]}")
         return EpStaleError(f"{where}: the slot holds a dispatch of handle {self.seen}, not of handle {self.expected}")

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ncclep_py.communicator import Communicator, Kernel
 from ncclep_py.config import Algorithm, GroupConfig, HandleConfig, Layout
-from ncclep_py.errors import Code, EpClosedError, EpError, EpRefusedError, ErrorRecord
+from ncclep_py.errors import Code, EpClosedError, EpError, EpMaskedError, EpRefusedError, ErrorRecord
+from ncclep_py.masking import Masking
 from ncclep_py.memory_map import FLIGHT_NEXT, RECORD_FIELDS, WORD, LocalMap, WindowMap, align
 from ncclep_py.refusal import SENTENCES
 from ncclep_py.signature import OpKind, Signature
@@ -31,7 +32,7 @@ FIRST_EPOCH = 1
 MAX_DEFAULT_BLOCKS = 64
 
 
-class Group:
+class Group(Masking):
     """Expert-parallel operations over the ranks of one communicator. Make one with `Group.create`.
 
     Attributes:
@@ -47,8 +48,9 @@ class Group:
         self.num_blocks = config.max_num_sms or min(comm.max_blocks(), MAX_DEFAULT_BLOCKS)
         self._window = comm.create_window(self.map.total_bytes, self.map.regions())
         self._local = comm.zeros(self.local_map.total_bytes, self.local_map.regions())
-        self._record = comm.host_words(len(RECORD_FIELDS))
+        self._record = comm.host_words(len(RECORD_FIELDS) * (2 if config.enable_mask else 1))
         self._record_words = self._record.numpy()
+        self._notice_words = self._record_words[len(RECORD_FIELDS):]   # the async error
         self._kernels: dict[tuple[str, int, int, Layout, Wire | None], Kernel] = {}
         self._handle_ids = itertools.count(1)
         self.slot_owner: list[int] = [0] * config.num_slots   # handle id, 0: free
@@ -115,6 +117,7 @@ class Group:
             if self.comm.capturing():
                 raise EpError(f"{name} for {num_topk} experts per token and {idx_bytes}-byte ids is not loaded, and loading is impossible during "
                               "graph capture: create the handle (or call it once) with these before capturing")
+            name = self.kernel_name(name, layout)
             shape = KernelShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout, wire or PLAIN)
             shared = launch.shared_bytes(shape, self.config.max_dispatch_tokens_per_rank, self.num_blocks)
             self._kernels[key] = self.comm.kernel(name, shape, shared, self.num_blocks)
@@ -189,6 +192,8 @@ class Group:
             at = own.flight(self.config.num_slots + i) + FLIGHT_NEXT
             self._local[at: at + WORD].view(torch.int64).fill_(epoch)
         self._local[self.local_map.epoch: self.local_map.epoch + WORD].view(torch.int64).fill_(epoch)
+        if own.members is not None:
+            self._local[own.members.clean_epoch: own.members.clean_epoch + WORD].view(torch.int64).fill_(epoch)
         self.comm.synchronize()
 
     # ---- end ----------------------------------------------------------------------------------------------------------
@@ -199,19 +204,29 @@ class Group:
     def close(self) -> None:
         """Meet all ranks (so that nobody unmaps rows a peer still pulls), then give the window back. Idempotent; collective.
 
-        The meeting is bounded by ``timeout_ns``; if it fails the window is given back all the same and the error raised.
+        The meeting is bounded by ``timeout_ns``; if it fails the window is given back all the same and the error raised. With ranks masked out
+        nothing collective follows it: window and communicator stay until the process ends.
         """
         if self._closed:
             return
-        self._closed = True
         self._warn.detach()
+        lost = False
         try:
             self.rendezvous(OpKind.CLOSE)   # also without handles: other ranks may have made some
+            lost = self.lost_ranks()
+            self._closed = True
+            if lost:
+                self.comm.abandon()
             self.check()
-            self.comm.barrier()
+            if not lost:
+                self.comm.barrier()
+        except EpMaskedError:
+            pass   # known since an earlier call
         finally:
             self._captured.clear()
-            self._window.close()
+            self._closed = True
+            if not lost:
+                self._window.close()
 
     def __enter__(self) -> Group:
         return self

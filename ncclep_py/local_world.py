@@ -17,6 +17,8 @@ from ncclep_py.kernels.shape import KernelShape
 if TYPE_CHECKING:
     import torch
 
+    from ncclep_py.simulator import Faults
+
 __all__ = ["LocalWorld"]
 
 Program = Callable[..., Any]
@@ -51,10 +53,11 @@ class LocalWorld:
         devices: CUDA device of each rank; default: spread over all visible devices.
         seed, mode: schedule of the simulator, see ``simulator.Simulator``.
         blocks, warps: grid of the simulator's kernels.
+        faults: what may go wrong in the simulator, see ``simulator.Faults``.
     """
 
     def __init__(self, num_ranks: int, backend: str = "auto", *, devices: Sequence[int] | None = None, seed: int = 0, mode: str = "fair",
-                 blocks: int = 2, warps: int = 2) -> None:
+                 blocks: int = 2, warps: int = 2, faults: Faults | None = None) -> None:
         if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
             raise TypeError(f"num_ranks must be an int, got {type(num_ranks).__name__}: {num_ranks!r}")
         if num_ranks < 1:
@@ -69,7 +72,7 @@ class LocalWorld:
         if self.backend == "sim":
             from ncclep_py.simulator import Simulator
 
-            self.simulator = Simulator(num_ranks, seed=seed, mode=mode, blocks=blocks, warps=warps)
+            self.simulator = Simulator(num_ranks, seed=seed, mode=mode, blocks=blocks, warps=warps, faults=faults)
             self.communicators = [_SimRank(self, r) for r in range(num_ranks)]
         else:
             self._open_nccl(devices)
@@ -249,6 +252,9 @@ class _LocalNcclRank(NcclRank):
     def together(self, action: Callable[[], None]) -> None:
         self._together(action, False)
 
+    def sit_out(self) -> None:
+        self._together(lambda: None, False)
+
     def _together(self, action: Callable[[], None], refusing: bool) -> bool:
         if self.capturing():   # nothing runs, so nobody waits
             action()
@@ -325,6 +331,9 @@ class _SimRank(Communicator):
     def together(self, action: Callable[[], None]) -> None:
         action()
 
+    def sit_out(self) -> None:
+        self.world.step(_Step("an operation", (self, None, (), 0, "nothing", (), False), _simulate))
+
     def zeros(self, num_bytes: int, regions: Sequence[tuple[str, int, int]]) -> torch.Tensor:
         memory = _cpu_bytes(num_bytes)
         self._kept.append(self.world.simulator.register(memory, "LOCAL", self.rank, list(regions)))
@@ -367,7 +376,8 @@ def _simulate(requests: list[Any]) -> list[Any]:
     regions = []
     for comm, kernel, values, num_blocks, label, tensors, _ in requests:
         regions += [simulator.register(t.detach(), f"tensor {i}", comm.rank, []) for i, t in enumerate(tensors) if t.numel()]
-        simulator.launch(comm.rank, kernel.function, tuple(values), blocks=num_blocks, label=label)
+        if kernel is not None:
+            simulator.launch(comm.rank, kernel.function, tuple(values), blocks=num_blocks, label=label)
     try:
         simulator.run()
     finally:

@@ -47,6 +47,8 @@ several of them overlap. What the invariants above do not cover:
   the slot, like the counts of rows received (KEPT). The row table is copied to the staging slot, since the complete half needs it later.
 * S6 A send half that fails or refuses tells so in its FLIGHT words; the complete half of every rank sees it there and nowhere else, and FAIL is
   kept per flight. The channel's epoch advances once per send half.
+
+Groups with ``enable_mask`` run kernels of their own with the rules M1 to M7 of ``member_map.py`` in the place of I7 and I8.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ from __future__ import annotations
 import dataclasses
 
 from ncclep_py.config import GroupConfig
+from ncclep_py.member_map import LocalMembers, WindowMembers
 
 __all__ = ["RECORD_FIELDS", "LocalMap", "WindowMap", "align"]
 
@@ -94,6 +97,7 @@ class WindowMap:
         recv_ids: RANK_MAJOR, offset in a slot of the received ids ``[R, M, K]`` int32; all rows and scales end before it.
         recv_weights: RANK_MAJOR, offset in a slot of the received weights ``[R, M, K]`` float32.
         total_bytes: size of the window.
+        members: words of groups with ``enable_mask``, None without.
     """
 
     num_ranks: int
@@ -119,6 +123,7 @@ class WindowMap:
     staging: int = 0
     staging_bytes: int = 0
     num_staging: int = 0
+    members: WindowMembers | None = None
 
     @classmethod
     def build(cls, config: GroupConfig, num_ranks: int) -> WindowMap:
@@ -132,7 +137,9 @@ class WindowMap:
         flights = align(counts + max(2 * count_bank, num_ranks * experts * WORD), 128 if num_staging else SLOT_ALIGNMENT)
         released = flights + (config.num_slots + num_staging) * HEAD_BANKS * num_ranks * HEAD_BYTES if num_staging else flights
         arrivals = released + num_staging * num_ranks * WORD
-        slots = align(arrivals + (config.num_slots * num_ranks * WORD if num_staging else 0), SLOT_ALIGNMENT)
+        end = arrivals + (config.num_slots * num_ranks * WORD if num_staging else 0)
+        members = WindowMembers.build(align(end, 128), num_ranks) if config.enable_mask else None
+        slots = align(members.end if members else end, SLOT_ALIGNMENT)
         plane_rows = num_ranks * config.max_dispatch_tokens_per_rank
         if experts * plane_rows >= 1 << 31:
             raise ValueError("num_experts * num_ranks * max_dispatch_tokens_per_rank must be below 2^31 (row ids have 32 bits), got "
@@ -146,7 +153,7 @@ class WindowMap:
         staging_bytes = align(config.max_dispatch_tokens_per_rank * config.num_topk * config.row_bytes, SLOT_ALIGNMENT) if num_staging else 0
         return cls(num_ranks, experts, heads, arrived, counts, slots, slot_bytes, config.num_slots, plane_rows, config.row_bytes,
                    config.token_bytes, recv_ids, recv_weights, staging + num_staging * staging_bytes, count_bank, flights, released, arrivals,
-                   origins, origins_bytes, staging, staging_bytes, num_staging)
+                   origins, origins_bytes, staging, staging_bytes, num_staging, members)
 
     @property
     def num_local_experts(self) -> int:
@@ -192,9 +199,11 @@ class WindowMap:
     def regions(self) -> list[tuple[str, int, int]]:
         """(name, first byte, end byte) of every region, for messages of the simulator."""
         named = [("HEAD", self.heads, self.arrived), ("ARRIVED", self.arrived, self.counts),
-                 ("COUNTS", self.counts, self.flights if self.num_staging else self.slots)]
+                 ("COUNTS", self.counts, self.flights if self.num_staging else self.members.joins if self.members else self.slots)]
+        end = self.members.joins if self.members else self.slots
         if self.num_staging:
-            named += [("FLIGHTS", self.flights, self.released), ("RELEASED", self.released, self.arrivals), ("ARRIVALS", self.arrivals, self.slots)]
+            named += [("FLIGHTS", self.flights, self.released), ("RELEASED", self.released, self.arrivals), ("ARRIVALS", self.arrivals, end)]
+        named += self.members.regions() if self.members else []
         for i in range(self.num_slots):
             rows, end = self.slot(i), self.slot(i) + self.slot_bytes
             named += [(f"SLOT{i}", rows, rows + self.recv_ids), (f"ROUTING{i}", rows + self.recv_ids, end)]
@@ -219,6 +228,7 @@ class LocalMap:
         flights: ``[num_slots + num_staging]`` of 128 bytes: {epoch, handle} of the flight, epoch of the next one (u64, at 16), FAIL (2 u64, at 32).
         copies: ``[num_staging]`` row tables as in `tables`, of what is in the staging slot.
         total_bytes: size of the block.
+        members: words of groups with ``enable_mask``, None without.
     """
 
     epoch: int
@@ -234,6 +244,7 @@ class LocalMap:
     flights: int = 0
     copies: int = 0
     num_staging: int = 0
+    members: LocalMembers | None = None
 
     @classmethod
     def build(cls, config: GroupConfig) -> LocalMap:
@@ -246,8 +257,10 @@ class LocalMap:
         kept_bytes = align(4 * config.num_experts, 128) if num_staging else 0
         flights = kept + config.num_slots * kept_bytes
         copies = flights + (FLIGHT_BYTES * (config.num_slots + num_staging) if num_staging else 0)
-        return cls(0, 128, 256, headers, tables, table_bytes, config.num_slots, copies + num_staging * table_bytes, kept, kept_bytes, flights, copies,
-                   num_staging)
+        end = copies + num_staging * table_bytes
+        members = LocalMembers.build(end) if config.enable_mask else None
+        return cls(0, 128, 256, headers, tables, table_bytes, config.num_slots, members.end if members else end, kept, kept_bytes, flights, copies,
+                   num_staging, members)
 
     def header(self, slot: int) -> int:
         """Byte offset of a slot's header."""
@@ -272,6 +285,7 @@ class LocalMap:
     def regions(self) -> list[tuple[str, int, int]]:
         """(name, first byte, end byte) of every region."""
         named = [("EPOCH", 0, 8), ("BLOCKS_DONE", 128, 136), ("FAIL", 256, 272), ("SLOT_HEADERS", self.headers, self.tables)]
+        named += self.members.regions() if self.members else []
         named += [(f"ROW_TABLE{i}", self.table(i), self.table(i) + self.table_bytes) for i in range(self.num_slots)]
         if not self.num_staging:
             return named

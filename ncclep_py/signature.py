@@ -17,6 +17,7 @@ class OpKind(enum.IntEnum):
     STAGED_DISPATCH = 4
     STAGED_COMBINE = 5
     UPDATE = 6
+    CLEAN = 7
 
 
 _FIELDS = (("kind", 4), ("layout", 4), ("token_type", 4), ("recipe", 4), ("slot", 6), ("num_topk", 6), ("row_vectors", 20), ("global_ids", 1),

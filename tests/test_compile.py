@@ -35,7 +35,7 @@ def cache(tmp_path_factory):
 def shape(dtype: str = "bf16", idx_bytes: int = 8, num_topk: int = 8, ranks: int = 8, layout: Layout = Layout.EXPERT_MAJOR,
           staging: int = 0) -> KernelShape:
     config = GroupConfig(num_experts=128, max_dispatch_tokens_per_rank=128, hidden=7168, dtype=DTYPES[dtype], num_topk=num_topk,
-                         num_staging_slots=staging)
+                         num_staging_slots=staging, enable_mask=staging == 0)
     return KernelShape.build(config, ranks, num_topk, idx_bytes, layout)
 
 

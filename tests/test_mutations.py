@@ -148,12 +148,16 @@ def test_combine_mutant_is_red(name: str) -> None:
 
 # ---- effects -----------------------------------------------------------------------------------------------------------------
 STAGED = {"count_bank", "outcome", "keep_counters", "store_origins", "copy_table", "count_rows", "push_row", "reduce_row"}   # tests/test_staged.py
+MASKED = {"read_mask", "next_epoch", "publish_join", "wait_joins", "wait_member_counts", "sum_member_counts", "drop_rows", "gather_member_row",
+          "settle", "attempt_code", "publish_late", "conclude", "tell_outcome", "await_outcome", "read_verdict", "catch_up", "is_stranded",
+          "readmit"}
+"""Tested in tests/test_mask_mutations.py."""
 OTHER_PROGRAMS = {"count_ranks", "assign_ranks", "send_routing", "publish_arrived_rows", "take_arrived_rows", "sum_row",
                   *(name for name in OPS if name.startswith("ht_"))}
 """Operations that the programs of this file do not use; their mutants stand in tests of their own."""
 
 
-def effect_mutants(names: Iterable[str] = OPS.keys() - OTHER_PROGRAMS - STAGED) -> dict[str, dict[str, Sequence[str]]]:
+def effect_mutants(names: Iterable[str] = OPS.keys() - OTHER_PROGRAMS - STAGED - MASKED) -> dict[str, dict[str, Sequence[str]]]:
     """One effect dropped (fences and barriers), weakened or narrowed, or two swapped, for every operation that synchronises."""
     found = {}
     for op in (OPS[name] for name in OPS if name in names):

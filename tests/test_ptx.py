@@ -27,8 +27,12 @@ POINTERS = ("word", "header", "counter", "fail", "record", "topk_idx", "tokens",
             "origins", "rows", "staging")
 POINTERS += ("partials", "hits", "kept_rows", "routes", "place_table", "zones", "expert_offsets", "unpadded", "total", "recv_idx", "recv_weights",
              "grads", "source", "target")
-NOUN = {"word": "epoch", "counter": "blocks_done", "counts": "count", "heads": "head"}   # parameter -> noun, where they differ
+POINTERS += ("joins", "details", "votes", "members", "masked_at", "outcome", "waited", "notice")
+NOUN = {"word": "epoch", "counter": "blocks_done", "counts": "count", "heads": "head", "joins": "join", "details": "detail",
+        "votes": "vote"}   # parameter -> noun, where they differ
 SYNONYM = {"signature": "head"}   # two words of one HEAD; loads cannot be told apart, stores by what they store
+VOTES = {"ld.relaxed.sys vote", "atom.acq_rel.sys vote", "fence.sc.sys"}   # an attempt that ends early, and the vote of a rank (test_votes_are_total)
+ASIDE = {"waited": {"ld.weak waited", "st.weak waited"}, "notice": {"ld.volatile notice", "st.volatile notice", "membar.sys", "fence.sc.sys"}}
 FAILURE = {"ld.relaxed.gpu fail", "atom.relaxed.gpu fail", "ld.volatile record", "st.volatile record", "membar.sys", "fence.sc.sys"}
 
 
@@ -143,10 +147,12 @@ def complaints(op: Op, code: list[Instruction], follow: dict[int, list[int]]) ->
         allowed.add("ld.relaxed.sys head")
     if "fail" in op.parameters and "record" in op.parameters:
         allowed |= FAILURE
+    aside = set(FAILURE).union(*(ASIDE[name] for name in op.parameters if name in ASIDE), VOTES if "votes" in op.parameters else ())
+    allowed |= aside - FAILURE
     wrong = [f"undeclared {e}" for e in sorted({i.effect for i in code if i.effect} - allowed)]
     if wrong:
         return wrong
-    trace = [None if i.effect in ignored or (i.effect in FAILURE and i.effect not in op.effects) else i.effect for i in code]
+    trace = [None if i.effect in ignored or (i.effect in aside and i.effect not in op.effects) else i.effect for i in code]
     if not some_path(op.effects, trace, follow):
         wrong.append("no path has all effects in declared order")
     wrong += every_path(op, trace, follow) + shared_memory(op, code, follow) + record(code, follow)
@@ -284,6 +290,10 @@ PUBLISHES = {"publish_head", "publish_abort", "publish_counts", "publish_arrived
 HT_WAITS, HT_PUBLISHES = {"ht_wait_hits", "ht_store_zones"}, {"ht_publish_hits", "ht_publish_kept"}
 WAITS, PUBLISHES = WAITS | HT_WAITS, PUBLISHES | HT_PUBLISHES
 FENCES = {"publish_head", "wait_heads", "publish_arrived", "wait_arrived", "publish_arrived_rows"}
+WAITS |= {"wait_joins", "wait_member_counts", "sum_member_counts", "settle", "conclude", "read_verdict", "catch_up", "is_stranded", "readmit"}
+PUBLISHES |= {"publish_join", "publish_late"}
+FENCES |= {"publish_join", "wait_joins", "settle", "publish_late"}
+VOTERS = {"wait_joins", "wait_member_counts", "sum_member_counts", "settle", "conclude"}
 MAY_FAIL = {op.name for op in OPS.values() if "record" in op.parameters}
 SIGNATURE_STORES = "  for (int peer = lane(); peer < num_ranks; peer += 32) store_relaxed_sys(peer_at(window, at, peer), signature);\n"
 HEAD_STORES = ("  for (int peer = lane(); peer < num_ranks; peer += 32) store_relaxed_sys(peer_at(window, at + 8, peer), "
@@ -341,10 +351,32 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     "fence is empty": (None, 'asm volatile("fence.acq_rel.sys;" ::: "memory")', 'asm volatile("" ::: "memory")', FENCES),
     "count_in is relaxed": (None, "atom.acq_rel.gpu.global.inc", "atom.relaxed.gpu.global.inc", {"last_block"}),
     "count_in has block scope": (None, "atom.acq_rel.gpu.global.inc", "atom.acq_rel.cta.global.inc", {"last_block"}),
-    "FAIL is read plainly": (None, "ld.relaxed.gpu.global.u64", "ld.global.u64", MAY_FAIL | {"op_code", "publish_abort", "outcome"}),
+    "FAIL is read plainly": (None, "ld.relaxed.gpu.global.u64", "ld.global.u64",
+                             MAY_FAIL | {"op_code", "publish_abort", "outcome", "await_outcome", "attempt_code"}),
     "FAIL is claimed within a block": (None, "atom.relaxed.gpu.global.cas", "atom.relaxed.cta.global.cas", MAY_FAIL),
     "rows of the window through the read-only cache": (None, "ld.global.L1::no_allocate.v4.u32", "ld.global.nc.L1::no_allocate.v4.u32",
-                                                       {"gather_row", "sum_row", "push_row", "reduce_row", "ht_gather_row", "ht_copy_rows"}),
+                                                       {"gather_row", "sum_row", "push_row", "reduce_row", "ht_gather_row", "ht_copy_rows",
+                                                        "gather_member_row"}),
+    "publish_join: no fence": ("publish_join", FENCE, "", {"publish_join"}),
+    "publish_join: one lane fences": ("publish_join", "  fence_system();", "  if (lane() == 0) fence_system();", {"publish_join"}),
+    "publish_late: no fence": ("publish_late", FENCE, "", {"publish_late"}),
+    "wait_joins: no fence": ("wait_joins", "    fence_system();", "", {"wait_joins"}),
+    "wait_joins: fence only if all went well": ("wait_joins", "    fence_system();", "    if (!stop) fence_system();", {"wait_joins"}),
+    "wait_joins: no barrier": ("wait_joins", "tell_block(code)", "code", {"wait_joins"}),
+    "settle: no fence": ("settle", "    fence_system();", "", {"settle"}),
+    "settle: no barrier": ("settle", "tell_block(code)", "code", {"settle"}),
+    "sum_member_counts: no barrier after adding": ("sum_member_counts", "gone = __syncthreads_or(gone);", "", {"sum_member_counts"}),
+    "drop_rows: no barrier": ("drop_rows", "__syncthreads();", "", {"drop_rows"}),
+    "gather_member_row: row table through the read-only cache": ("gather_member_row", "((const int*)table)[at]", "__ldg((const int*)table + at)",
+                                                                {"gather_member_row"}),
+    "tell_outcome: no fence": ("tell_outcome", "  fence_device();", "", {"tell_outcome"}),
+    "await_outcome: no fence": ("await_outcome", "    fence_device();", "", {"await_outcome"}),
+    "await_outcome: no barrier": ("await_outcome", "tell_block(code)", "code", {"await_outcome"}),
+    "the outcome is told plainly": (None, "st.relaxed.gpu.global.u64", "st.global.u64", {"tell_outcome"}),
+    "votes are relaxed": (None, "atom.acq_rel.sys.global.cas", "atom.relaxed.sys.global.cas", VOTERS),
+    "votes have gpu scope": (None, "atom.acq_rel.sys.global.cas", "atom.acq_rel.gpu.global.cas", VOTERS),
+    "the fence of the outcome has block scope": (None, "fence.acq_rel.gpu", "fence.acq_rel.cta", {"tell_outcome", "await_outcome"}),
+    "the fence of the votes is weaker": (None, "fence.sc.sys", "fence.acq_rel.sys", VOTERS),
     "count_rows: no barrier after": ("count_rows", "  }\n  __syncthreads();", "  }", {"count_rows"}),
     "reduce_row: row table through the read-only cache": ("reduce_row", "((const int*)table)[at]", "__ldg((const int*)table + at)", {"reduce_row"}),
     "push_row: origins through the read-only cache": ("push_row", "*(const u32*)peer_at(window, origins + 4 * place, rank)",

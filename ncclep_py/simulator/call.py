@@ -113,6 +113,8 @@ class Call:
         for effect in self.effects:
             scheduler.pause(effect.kind, effect.noun)
             if effect.kind == "bar":
+                if "bar" in handlers:   # what one warp does before it meets the others
+                    result = handlers["bar"](Access(task, self.sim, effect)) or 0
                 result, agreed = scheduler.meet(task, result, join=True), True
                 continue
             task.agent.tick(task.site)

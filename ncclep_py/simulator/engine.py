@@ -143,19 +143,19 @@ class Simulator:
         write_trace(path, self.events)
 
     # ---- inside --------------------------------------------------------------------------------------------------------
-    def entered(self, window: int, rank: int, epoch: int, signature: int, go: bool) -> None:
+    def entered(self, window: int, rank: int, epoch: int, signature: int, go: bool, mask: int = 0) -> None:
         """`rank` published HEAD of an operation: after the last one poison the slot of a dispatch, so that a row nobody writes shows."""
-        if not self.poison:
+        if not self.poison or rank in self.memory.outcast:
             return
         ranks = self._entered.setdefault((window, epoch), set())
         ranks.add(rank if go else -1)
-        if len(ranks) < self.num_ranks:
+        if len(ranks) < self.num_ranks - mask.bit_count():
             return
         del self._entered[window, epoch]
         operation = Signature.unpack(signature)
         if operation.kind not in (OpKind.DISPATCH, OpKind.STAGED_DISPATCH) or -1 in ranks:
             return
-        for region in self.windows[window]:
+        for region in (r for r in self.windows[window] if not mask >> r.rank & 1):
             for part in region.parts:
                 if part.name in [f"{kind}{operation.slot}" for kind in ("SLOT", "ROUTING", "IDX", "WEIGHTS")]:
                     region.bytes[part.begin:part.end] = POISON

@@ -17,9 +17,12 @@ class Faults:
         late: rank -> number of stream entries after which it stalls the same way, i.e. between two kernels.
         timeouts: waits may give up: when nothing else can happen, and by choice when all ranks they wait for are dead or stalled. Of several
             waits, those for a dead or stalled rank give up first (deadlines are equal, and those waits began first).
+        bounded: a living rank inside a kernel, unless it waits for others, gets on to where it waits or ends within the timeout: waits give up on it
+            only if it has become busy since they began.
     """
 
     dead: dict[int, int] = dataclasses.field(default_factory=dict)
     slow: dict[int, int] = dataclasses.field(default_factory=dict)
     late: dict[int, int] = dataclasses.field(default_factory=dict)
     timeouts: bool = False
+    bounded: bool = False

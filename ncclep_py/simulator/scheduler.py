@@ -43,6 +43,7 @@ class Scheduler:
         self.sent = 0
         self.rank_steps = [0] * sim.num_ranks
         self.stalled: dict[int, list[Task]] = {}
+        self.busy_since = [0] * sim.num_ranks
         self.resumed: set[int] = set()
         self.dead: set[int] = set()
         self.running = False
@@ -63,7 +64,7 @@ class Scheduler:
 
     def wait(self, task: Task, ready: Callable[[], bool], describe: Callable[[], tuple[str, list[int]]]) -> None:
         """Sleep until `ready()`, or until the task is told to give up (`Task.late`)."""
-        task.ready_when, task.waits_for = ready, describe
+        task.ready_when, task.waits_for, task.began = ready, describe, self.step
         self._unready(task)
         self.waiting[task.rank].append(task)
         self.hub.switch()
@@ -189,8 +190,14 @@ class Scheduler:
         self.waiting[task.rank].remove(task)
         self._make_ready(task)
 
+    def _is_busy(self, rank: int) -> bool:
+        """Whether a task of this rank could run."""
+        return bool(self.stalled.get(rank)) or any(t.rank == rank for t in self.ready)
+
     def _make_ready(self, task: Task) -> None:
         task.ready = True
+        if self.faulty and not self._is_busy(task.rank):
+            self.busy_since[task.rank] = self.step
         (self.stalled[task.rank] if task.rank in self.stalled else self.ready).append(task)
 
     def _unready(self, task: Task) -> None:
@@ -205,6 +212,7 @@ class Scheduler:
         rank, faults = task.rank, self.sim.faults
         if self.rank_steps[rank] >= faults.dead.get(rank, NEVER):
             self.dead.add(rank)
+            self.sim.memory.forgive(rank)
             self.ready = [t for t in self.ready if t.rank != rank]
             self.waiting[rank].clear()
             self.stalled.pop(rank, None)
@@ -217,7 +225,17 @@ class Scheduler:
         return False
 
     def _absent(self) -> set[int]:
-        return self.dead | set(self.stalled)
+        idle = {s.rank for s in self.sim.streams if not s.busy and not s.queue} if self.sim.faults.bounded else set()
+        return self.dead | set(self.stalled) | idle
+
+    def _within_the_model(self, task: Task, missing: set[int]) -> bool:
+        """`Faults.bounded`: whether a wait may give up on these ranks: they are dead, between kernels, wait themselves, or are busy since."""
+        if not self.sim.faults.bounded:
+            return True
+        for rank in missing - self.dead:
+            if self.sim.streams[rank].busy and self._is_busy(rank) and task.began >= self.busy_since[rank]:
+                return False
+        return True
 
     def _inject(self) -> None:
         """By choice, let a wait for an absent rank give up early."""
@@ -230,6 +248,9 @@ class Scheduler:
         absent = self._absent()
         waits = [t for r, tasks in enumerate(self.waiting) if r not in absent for t in tasks]
         missing = [(t, set(t.waits_for()[1])) for t in waits if t.waits_for]
+        if self.sim.faults.bounded:
+            missing = [(t, ranks) for t, ranks in missing if ranks and self._within_the_model(t, ranks)]
+            waits = [t for t, _ in missing]
         direct = [t for t, ranks in missing if ranks and ranks <= absent]
         direct = direct or [t for t, ranks in missing if ranks & absent and not only_absent]
         chosen = direct or ([] if only_absent else waits)

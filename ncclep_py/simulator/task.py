@@ -137,6 +137,7 @@ class Task(greenlet):
         ready_when: while it waits for a word: whether it can go on.
         waits_for: while it waits: what for, in words, and the ranks that have not come.
         late: it waited for too long and has to give up.
+        began: step at which its last wait began.
     """
 
     def __init__(self, rank: int, block: Block, warp: int, agent: Agent, parent: greenlet) -> None:
@@ -153,6 +154,7 @@ class Task(greenlet):
         self.ready_when: Callable[[], bool] | None = None
         self.waits_for: Callable[[], tuple[str, list[int]]] | None = None
         self.late = False
+        self.began = 0
         self.ready = False
         self.group: tuple[int, ...] = ()
         self.tiebreak = 0.0

@@ -1,0 +1,69 @@
+"""Low-latency combine, EXPERT_MAJOR, of groups with ``enable_mask``: like `ll_combine`, without the rows of masked ranks.
+
+Phases: 1 join, 2 wait, which commits: nothing can fail afterwards, so that an attempt ends early for all blocks of all members or for none,
+3 rows. Rules: M1 to M6 of ``ncclep_py.member_map``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ncclep_py.errors import Code
+from ncclep_py.kernels.ll_combine import PARAMETERS
+from ncclep_py.kernels.ops import Vocabulary
+from ncclep_py.kernels.shape import KernelShape
+
+__all__ = ["PARAMETERS", "make_ll_masked_combine"]
+
+
+def make_ll_masked_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
+    """The combine kernel for one shape, over one implementation of the vocabulary. `record` is followed by the async error."""
+    RANKS, EXPERTS, TOPK, ROW_BYTES, TYPE = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, int(shape.token_type)
+    plan, mine = shape.window.members, shape.local.members
+    assert plan is not None and mine is not None
+    PLANE_ROWS, ARRIVED, JOINS, DETAILS, VOTES = shape.window.plane_rows, shape.window.arrived, plan.joins, plan.details, plan.votes
+    EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
+    MASK, OUTCOME, MASKED_AT, WAITED = mine.mask, mine.outcome, mine.masked_at, mine.waited
+    ATTEMPTS, AGAIN, NOTICE = 2 * shape.num_ranks + 2, int(Code.AGAIN), 64
+    block_idx, warp_idx, read_epoch, advance_epoch, read_mask = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch, ops.read_mask
+    end_token, warp_token, token_step = ops.end_token, ops.warp_token, ops.token_step
+    begin_vector, end_vector, gather_member_row = ops.begin_vector, ops.end_vector, ops.gather_member_row
+    publish_join, wait_joins, check_header, last_block, attempt_code = (
+        ops.publish_join, ops.wait_joins, ops.check_header, ops.last_block, ops.attempt_code)
+    conclude, tell_outcome, await_outcome = ops.conclude, ops.tell_outcome, ops.await_outcome
+
+    def ll_masked_combine(window, rank, local, record, weights, out, num_tokens, slot, table, header, handle, signature, status, timeout):  # noqa: ANN001, ANN202
+        fail, waited = local + FAIL, local + WAITED
+        begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
+        for attempt in range(ATTEMPTS):
+            epoch, mask = read_epoch(local + EPOCH), read_mask(local + MASK)
+            # ---- 1 join ----------------------------------------------------------------------------------------------
+            if block_idx() == 0:
+                if warp_idx() == 0:
+                    if (mask >> rank) & 1 == 0:
+                        publish_join(window, JOINS, DETAILS, rank, RANKS, epoch, signature, mask, epoch, status)
+            # ---- 2 wait and commit -------------------------------------------------------------------------------------
+            code = wait_joins(window, JOINS, DETAILS, VOTES, rank, RANKS, epoch, signature, mask, 1, waited, fail, record, timeout)
+            ended = code
+            if code == 0:
+                code = check_header(header, handle, rank, epoch, fail, record)
+            # ---- 3 rows ------------------------------------------------------------------------------------------------
+            if code == 0:
+                for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
+                    gather_member_row(window, slot, table, weights, out, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop,
+                                      mask)
+            if last_block(local + BLOCKS_DONE) == 1:
+                failed = attempt_code(fail, epoch)
+                if failed != 0:
+                    code = failed
+                if warp_idx() == 0:
+                    code = conclude(window, JOINS, ARRIVED, VOTES, rank, RANKS, local + MASK, local + MASKED_AT, epoch, mask, code,
+                                    ATTEMPTS - 1 - attempt, record + NOTICE, fail, record)
+                    advance_epoch(local + EPOCH, epoch)
+                    tell_outcome(local + OUTCOME, epoch, code)
+            if ended != AGAIN:
+                break
+            if await_outcome(local + OUTCOME, epoch, timeout) != AGAIN:
+                break
+
+    return ll_masked_combine

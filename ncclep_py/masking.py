@@ -1,0 +1,162 @@
+"""Fault tolerance of a `group.Group`: who is masked out, the async error, taking ranks back, and how long this rank waited for whom.
+
+With ``GroupConfig.enable_mask`` a rank that does not come to an operation within ``timeout_ns`` is masked out: the operation takes place without
+it, on all other ranks alike. Dispatch sends nothing to its experts and receives nothing from it; combine leaves out its experts' rows, without
+renormalising weights. The rules, and what a rank may do for this to hold, stand in ``member_map.py``:
+
+* a rank may stop for good at any point, or sleep between operations for as long as it likes;
+* a rank inside an operation may stall for less than the timeout. A longer stall may let it write rows over those of later operations; when it goes
+  on it says so, and the async error tells the others that results since it was masked are suspect;
+* the memory of a rank that stopped stays mapped. (The death of a GPU, or of the link to it, is beyond this.)
+
+An operation takes at most one timeout more per rank that does not come, and two if a rank stops in the middle of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ncclep_py.config import Layout
+from ncclep_py.errors import Code, EpClosedError, EpError, EpMaskedError, ErrorRecord
+from ncclep_py.memory_map import WORD
+from ncclep_py.signature import OpKind
+
+if TYPE_CHECKING:
+    import torch
+
+    from ncclep_py.group import Group
+
+__all__ = ["MASKED_KERNELS", "Masking"]
+
+MASKED_KERNELS = {"ll_dispatch": "ll_masked_dispatch", "ll_combine": "ll_masked_combine", "ll_mask_clean": "ll_mask_clean"}
+"""Kernels of groups with ``enable_mask``, by the names of those without."""
+
+
+class Masking:
+    """The part of `group.Group` that needs ``GroupConfig.enable_mask``; `EpError` without it."""
+
+    def mask_query(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Which ranks take part, ``[R]`` int32 on the device: 1 active, 0 masked out. Local, in stream order.
+
+        Args:
+            out: where to put it; allocated without it.
+        """
+        group: Group = self   # type: ignore[assignment]
+        import torch
+
+        word = group.member_word("mask_query", "mask")
+        active = ((word >> torch.arange(group.num_ranks, device=word.device)) & 1 ^ 1).to(torch.int32)
+        if out is None:
+            return active
+        if out.shape != (group.num_ranks,) or out.dtype != torch.int32 or out.device != group.comm.device:
+            raise ValueError(f"out must be [{group.num_ranks}] int32 on {group.comm.device}, got {list(out.shape)} {out.dtype} on {out.device}")
+        return out.copy_(active)
+
+    def mask_update(self, mask: Sequence[int] | torch.Tensor) -> None:
+        """Mask ranks out that the program knows to be gone, from the next operation on. Local, in stream order.
+
+        Every active rank should give the same; where they differ, the next operation masks whomever any of them masks.
+
+        Args:
+            mask: R integers on the host, 1 active, 0 masked out. A rank that is masked stays masked (`mask_clean` takes it back).
+        """
+        group: Group = self   # type: ignore[assignment]
+        word = group.member_word("mask_update", "mask")
+        values = [int(v) for v in mask]
+        if len(values) != group.num_ranks or any(v not in (0, 1) for v in values):
+            raise ValueError(f"mask must be {group.num_ranks} integers, 1 active and 0 masked out, got {values}")
+        if not values[group.rank]:
+            raise ValueError(f"mask must not mask out the rank that calls, {group.rank}")
+        word.bitwise_or_(sum(1 << rank for rank, active in enumerate(values) if not active))
+
+    def mask_clean(self) -> None:
+        """Take masked ranks back. Collective over all ranks that are to take part; waits for the stream.
+
+        Ranks that come within ``timeout_ns`` of each other are active afterwards, on all of them alike; the others are masked. All go on with
+        the same epoch, and with empty slots: what was dispatched before cannot be combined any more. The async error stays (`error_clear`).
+
+        Raises:
+            EpMaskedError: this rank came too late; the next common call can take it back.
+        """
+        group: Group = self   # type: ignore[assignment]
+        outcome = group.member_word("mask_clean", "outcome")
+        kernel = group.kernel("ll_mask_clean", group.config.num_topk, 8)
+        values = (group.window.handle, group.rank, group.addresses()[0], group.signature(OpKind.CLEAN, 0, 0, group.config.num_topk),
+                  group.config.num_slots, group.config.wait_ns)
+        group.comm.submit(kernel, values, 1, "mask_clean", ())
+        group.comm.synchronize()
+        group.slot_owner = [0] * group.config.num_slots
+        group.slot_combined = [False] * group.config.num_slots
+        if group._record_words[0] == Code.EXCLUDED:
+            group._record_words[0] = 0
+        code = int(outcome.cpu()[0]) & 0xFFFFFFFF
+        if code == Code.EXCLUDED:
+            raise EpMaskedError(f"rank {group.rank} came too late to mask_clean; the other ranks go on without it")
+        if code:
+            raise EpError(f"mask_clean failed on rank {group.rank}: {Code(code).name.lower()}; ranks called it together with another operation, or "
+                          "kept missing each other")
+
+    def get_async_error(self) -> int:
+        """1 if a rank was masked out or a masked one came back, since creation or `error_clear`; 0 if not. Local, host only, does not wait."""
+        group: Group = self   # type: ignore[assignment]
+        group.member_word("get_async_error", "mask")
+        return int(group._notice_words[0] != 0)
+
+    def async_error(self) -> EpMaskedError | None:
+        """What `get_async_error` is about, as an exception that is not raised: the first such event since `error_clear`, or the
+        worst: a masked rank that wrote rows afterwards."""
+        group: Group = self   # type: ignore[assignment]
+        group.member_word("async_error", "mask")
+        record = ErrorRecord.read(group._notice_words)
+        return None if record is None else record.exception()   # type: ignore[return-value]
+
+    def error_clear(self) -> None:
+        """Forget the async error. Local, host only."""
+        group: Group = self   # type: ignore[assignment]
+        group.member_word("error_clear", "mask")
+        group._notice_words[0] = 0
+
+    def waited_ns(self, *, reset: bool = False) -> torch.Tensor:
+        """Nanoseconds this rank's operations spent waiting for each rank, ``[R]`` int64 on the device: who is slow? Local, in stream order.
+
+        Counted are the time from a rank's own arrival at an operation until that of the other, and from the end of its own rows until the
+        end of the other's; of the simulator, steps of its scheduler.
+
+        Args:
+            reset: start again from zero afterwards.
+        """
+        group: Group = self   # type: ignore[assignment]
+        words = group.member_word("waited_ns", "waited", group.num_ranks)
+        found = words.clone()
+        if reset:
+            words.zero_()
+        return found
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+    def member_word(self, what: str, name: str, count: int = 1) -> torch.Tensor:
+        """Internal: words of the local block, by their name in `member_map.LocalMembers`, as int64."""
+        group: Group = self   # type: ignore[assignment]
+        import torch
+
+        if group._closed:
+            raise EpClosedError(f"cannot {what}: the group is closed")
+        if group.local_map.members is None:
+            raise EpError(f"{what} needs a group with GroupConfig.enable_mask")
+        begin = getattr(group.local_map.members, name)
+        return group._local[begin: begin + count * WORD].view(torch.int64)
+
+    def kernel_name(self, name: str, layout: Layout) -> str:
+        """Internal: the kernel that does what `name` does."""
+        group: Group = self   # type: ignore[assignment]
+        if not group.config.enable_mask:
+            return name
+        if name not in MASKED_KERNELS or layout is Layout.RANK_MAJOR:
+            raise NotImplementedError(f"enable_mask is not built yet for {layout.name} {name}; use EXPERT_MAJOR")
+        return MASKED_KERNELS[name]
+
+    def lost_ranks(self) -> bool:
+        """Internal: whether the group ends with ranks masked out, which may never come to a collective call. Waits for the stream."""
+        group: Group = self   # type: ignore[assignment]
+        return group.local_map.members is not None and bool((group.mask_query() == 0).any())
+
