@@ -92,6 +92,10 @@ class Communicator(ABC):
             Whether a rank of this process is known to refuse; then the operation has ended, and its outcome can be read.
         """
 
+    def run_local(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Enqueue a kernel that neither touches nor waits for other ranks; the arguments are those of `submit`."""
+        kernel.enqueue(values, num_blocks, label)
+
     @abstractmethod
     def together(self, action: Callable[[], None]) -> None:
         """Run `action` (say, a CUDA graph's replay) at the point where all ranks of this process have come: whatever launches kernels that

@@ -52,6 +52,7 @@ class Job:
     tokens: int
     seed: int
     layout: str = "expert_major"
+    algorithm: str = "ll"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,8 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", metavar="FILE", help="text to run the layer over (default: a text of the project's own)")
     parser.add_argument("--ranks", type=int, default=4, help="number of ranks (default 4)")
     parser.add_argument("--backend", choices=["auto", "sim", "nccl"], default="auto", help="auto: nccl where there is a CUDA GPU, else sim")
-    parser.add_argument("--algorithm", choices=["ll", "ht"], default="ll", help="low latency or high throughput (not built yet)")
-    parser.add_argument("--layout", choices=["expert_major", "rank_major", "flat"], default="expert_major", help="order of received rows")
+    parser.add_argument("--algorithm", choices=["ll", "ht"], default="ll", help="low latency or high throughput (default ll)")
+    parser.add_argument("--layout", choices=["expert_major", "rank_major", "flat"], default="expert_major",
+                        help="order of received rows; rank_major: ll only, flat: ht only")
     parser.add_argument("--experts", type=int, default=8, help="experts over all ranks (default 8)")
     parser.add_argument("--topk", type=int, default=2, help="experts per token (default 2)")
     parser.add_argument("--hidden", type=int, default=64, help="elements of a row (default 64)")
@@ -71,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the demo for parsed arguments; the exit code is 0 only if the result was verified."""
-    problem = _not_built(args)
+    problem = _impossible(args)
     if problem is None:
         try:
             return _report(args, run(_job(args), _words(args.text), _progress(args)))
@@ -84,11 +86,11 @@ def main(args: argparse.Namespace) -> int:
     return 2
 
 
-def _not_built(args: argparse.Namespace) -> str | None:
-    if args.algorithm == "ht":
-        return "--algorithm ht is not built yet; use --algorithm ll"
-    if args.layout == "flat":
-        return "--layout flat is not built yet; use --layout expert_major or rank_major"
+def _impossible(args: argparse.Namespace) -> str | None:
+    if (args.algorithm, args.layout) == ("ht", "rank_major"):
+        return "--layout rank_major is for --algorithm ll; use expert_major or flat"
+    if (args.algorithm, args.layout) == ("ll", "flat"):
+        return "--layout flat is for --algorithm ht; use expert_major or rank_major"
     return None
 
 
@@ -98,7 +100,7 @@ def _job(args: argparse.Namespace) -> Job:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.topk > args.experts:
         raise ValueError(f"--topk must be at most --experts = {args.experts}, got {args.topk}")
-    return Job(args.ranks, args.backend, args.experts, args.topk, args.hidden, args.tokens, args.seed, args.layout)
+    return Job(args.ranks, args.backend, args.experts, args.topk, args.hidden, args.tokens, args.seed, args.layout, args.algorithm)
 
 
 def _words(path: str | None) -> list[str]:
@@ -179,6 +181,30 @@ class Layer:
                 total = torch.where(ids[:, k: k + 1] == i, total + result.float() * weights[:, k: k + 1], total)
         return total.to(rows.dtype)
 
+    def flat(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The layer on one rank's rows as FLAT adds it up: per rank in ascending expert order, then over ascending ranks."""
+        import torch
+
+        local, order = self.job.experts // self.job.ranks, ids.argsort(1)
+        ids, weights = ids.gather(1, order), weights.gather(1, order)
+        total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        for p in range(self.job.ranks):
+            total += self.reduced(p, rows, torch.where(ids // local == p, ids - p * local, -1), weights).float()
+        return total.to(rows.dtype)
+
+    def weighted(self, index: int, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """One expert on rows ``[n, hidden]``, times their weights ``[n]``, rounded."""
+        return (self.expert(index, rows).float() * weights[:, None]).to(rows.dtype)
+
+    def expert_major(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The layer on one rank's rows as high-throughput EXPERT_MAJOR adds it up: weighted rows in ascending expert order."""
+        import torch
+
+        total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        for e in range(self.job.experts):
+            total += self.weighted(e, rows, torch.where(ids == e, weights, 0.0).sum(1)).float() * (ids == e).any(1)[:, None]
+        return total.to(rows.dtype)
+
     def rank_major(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The layer on one rank's rows as RANK_MAJOR adds it up: per rank first, then over ranks in the order of their first k."""
         import torch
@@ -198,11 +224,12 @@ def _rank_program(comm: Communicator, job: Job, words: list[str], progress: Call
     """What one rank does; returns its combined rows of all steps, on the CPU."""
     import torch
 
-    from ncclep_py.config import GroupConfig, Layout
+    from ncclep_py.config import Algorithm, GroupConfig, Layout
     from ncclep_py.group import Group
 
     layer = Layer(job, comm.device)
-    config = GroupConfig(num_experts=job.experts, max_dispatch_tokens_per_rank=job.tokens, hidden=job.hidden, num_topk=job.topk)
+    config = GroupConfig(num_experts=job.experts, max_dispatch_tokens_per_rank=job.tokens, hidden=job.hidden, num_topk=job.topk,
+                         algorithm=Algorithm.HIGH_THROUGHPUT if job.algorithm == "ht" else Algorithm.LOW_LATENCY)
     steps = _steps(job, words)
     results = []
     layout = Layout[job.layout.upper()]
@@ -211,6 +238,11 @@ def _rank_program(comm: Communicator, job: Job, words: list[str], progress: Call
         for step in range(steps):
             rows = layer.rows(_share(job, words, step, comm.rank))
             ids, weights = layer.route(rows)
+            if job.algorithm == "ht":
+                results.append(_high_throughput(comm, layer, handle, rows, ids, weights).cpu())
+                if comm.rank == 0:
+                    progress(step + 1, steps)
+                continue
             if layout is Layout.RANK_MAJOR:
                 received = handle.dispatch(rows, topk_idx=ids, topk_weights=weights)
                 assert received.topk_idx is not None and received.topk_weights is not None   # RANK_MAJOR has both
@@ -225,6 +257,20 @@ def _rank_program(comm: Communicator, job: Job, words: list[str], progress: Call
                 progress(step + 1, steps)
         group.check()
     return torch.cat(results) if results else torch.zeros(0, job.hidden, dtype=torch.bfloat16)
+
+
+def _high_throughput(comm: Communicator, layer: Layer, handle: Any, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """One step: the experts' rows get their weights here, combine only adds them up. The numbers of rows are read on the host."""
+    received = handle.dispatch(rows, topk_idx=ids, topk_weights=weights)
+    counts, local = received.layout_info, layer.job.experts // layer.job.ranks
+    if layer.job.layout == "flat":
+        n = int(counts.recv_total_counter[0])
+        received.tokens[:n] = layer.reduced(comm.rank, received.tokens[:n], received.topk_idx[:n], received.topk_weights[:n])
+        return handle.combine(received.tokens)
+    for i, (begin, size) in enumerate(zip(counts.expert_offsets.tolist(), counts.expert_counters.tolist(), strict=True)):
+        zone = slice(begin, begin + size)
+        received.tokens[zone] = layer.weighted(comm.rank * local + i, received.tokens[zone], received.topk_weights[zone])
+    return handle.combine(received.tokens)
 
 
 def _steps(job: Job, words: list[str]) -> int:
@@ -260,7 +306,7 @@ def run(job: Job, words: list[str], progress: Callable[[int, int], None] = lambd
     error = float((got.float() - want.float()).abs().max())
     scale = float(want.float().abs().max())
     return {
-        "backend": backend, "ranks": job.ranks, "algorithm": "ll", "layout": job.layout, "tokens": len(words), "experts": job.experts,
+        "backend": backend, "ranks": job.ranks, "algorithm": job.algorithm, "layout": job.layout, "tokens": len(words), "experts": job.experts,
         "topk": job.topk, "hidden": job.hidden, "steps": _steps(job, words), "verified": error <= scale * 2**-7, "max_abs_error": error,
         "bitwise_equal_to_reference": bool(torch.equal(got.view(torch.int16), want.view(torch.int16))), "seconds": round(seconds, 3),
     }
@@ -294,6 +340,10 @@ def _one_process(job: Job, words: list[str], device: torch.device) -> torch.Tens
         routed = [layer.route(r) for r in rows]   # per rank, as the ranks do: the router's bits depend on how many rows it is given
         if job.layout == "rank_major":
             parts += [layer.rank_major(r, *routing).cpu() for r, routing in zip(rows, routed, strict=True)]
+            continue
+        if job.algorithm == "ht":
+            layer_of = layer.flat if job.layout == "flat" else layer.expert_major
+            parts += [layer_of(r, *routing).cpu() for r, routing in zip(rows, routed, strict=True)]
             continue
         ids, weights = torch.cat([i for i, _ in routed]), torch.cat([w for _, w in routed])
         parts.append(moe_layer(torch.cat(rows).cpu(), ids.cpu(), weights.cpu(), experts))

@@ -171,6 +171,11 @@ class ErrorRecord:
         if self.code == Code.MISMATCH:
             mine, theirs = Signature.unpack(self.expected), Signature.unpack(self.seen)
             return EpMismatchError(f"{where}: rank {self.peer} called another operation: {mine.difference(theirs)}")
+        if self.code == Code.OVERFLOW and self.phase == Phase.COUNTS:
+            return EpOverflowError(f"{where}: rank {self.peer} would receive {self.seen} rows, but max_recv_tokens_per_rank is {self.expected}; the "
+                                   "rest was dropped")
+        if self.code == Code.OVERFLOW and self.phase == Phase.SLOT:
+            return EpOverflowError(f"{where}: {self.seen} rows were received, but the caller's tensor has only {self.expected}; the rest is left out")
         if self.code == Code.OVERFLOW:
             return EpOverflowError(f"{where}: row {self.seen} for an expert of rank {self.peer} is beyond its {self.expected} rows and was dropped")
         if self.code == Code.EXCLUDED:

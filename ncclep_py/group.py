@@ -44,7 +44,7 @@ class Group(Masking):
     def __init__(self, comm: Communicator, config: GroupConfig) -> None:
         """Internal: use `create`."""
         self.comm, self.config, self.rank, self.num_ranks = comm, config, comm.rank, comm.num_ranks
-        self.map, self.local_map = WindowMap.build(config, comm.num_ranks), LocalMap.build(config)
+        self.map, self.local_map = self.plans(config, comm.num_ranks)
         self.num_blocks = config.max_num_sms or min(comm.max_blocks(), MAX_DEFAULT_BLOCKS)
         self._window = comm.create_window(self.map.total_bytes, self.map.regions())
         self._local = comm.zeros(self.local_map.total_bytes, self.local_map.regions())
@@ -80,14 +80,20 @@ class Group(Masking):
         answers = comm.exchange([config.agreed_fields(), mine])
         _compare([dict(fields) for fields, _ in answers])
         config.check_ranks(comm.num_ranks)
-        if config.algorithm is not Algorithm.LOW_LATENCY:
-            raise NotImplementedError("HIGH_THROUGHPUT groups are not built yet; use Algorithm.LOW_LATENCY")
         if mine:
             raise ValueError(mine)
         for rank, (_, problem) in enumerate(answers):
             if problem:   # nobody goes on to a collective step that rank will not come to
                 raise EpRefusedError(f"rank {rank} refused to create the group: {problem}")
+        if config.algorithm is Algorithm.HIGH_THROUGHPUT:
+            from ncclep_py.ht_group import HTGroup
+
+            return HTGroup(comm, config)
         return cls(comm, config)
+
+    def plans(self, config: GroupConfig, num_ranks: int) -> tuple[WindowMap, LocalMap]:
+        """Internal: byte plans of the window and of the local block."""
+        return WindowMap.build(config, num_ranks), LocalMap.build(config)
 
     # ---- handles ----------------------------------------------------------------------------------------------------
     def create_handle(self, layout: Layout, topk_idx: torch.Tensor | None = None, *, num_topk: int | None = None, idx_dtype: Any = None,

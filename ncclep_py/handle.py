@@ -48,14 +48,22 @@ class LayoutInfo:
     """Counts of received rows; fields a caller leaves out are allocated.
 
     Attributes:
-        expert_counters: LL EXPERT_MAJOR, ``[L]`` int32: rows received by each local expert.
+        expert_counters: LL EXPERT_MAJOR, ``[L]`` int32: rows received by each local expert. HT, filled by `HTHandle.update`: tokens of each local
+            expert (FLAT), or rows of its zone with pads (EXPERT_MAJOR), within the budget.
         src_rank_counters: LL RANK_MAJOR, ``[R]`` int32: rows received from each rank.
-        recv_topk_idx_kind: LL RANK_MAJOR, numbering of received ids, the same on all ranks: from this rank's first expert (LOCAL) or the group's.
+        recv_topk_idx_kind: LL RANK_MAJOR and HT FLAT, numbering of received ids, the same on all ranks: from this rank's first expert (LOCAL) or the
+            group's.
+        expert_offsets: HT EXPERT_MAJOR, ``[L]``: first row of each local expert's zone, within the budget.
+        recv_total_counter: HT, ``[1]``: received rows before any drop; EXPERT_MAJOR counts pads.
+        expert_counts_unpadded: HT, ``[L]``: rows of each local expert within the budget, without pads.
     """
 
     expert_counters: torch.Tensor | None = None
     src_rank_counters: torch.Tensor | None = None
     recv_topk_idx_kind: ExpertIdKind = ExpertIdKind.AUTO
+    expert_offsets: torch.Tensor | None = None
+    recv_total_counter: torch.Tensor | None = None
+    expert_counts_unpadded: torch.Tensor | None = None
 
 
 @dataclasses.dataclass
@@ -79,9 +87,12 @@ class DispatchOutputs:
 
     Attributes:
         tokens: EXPERT_MAJOR ``[L, R * M, hidden]``; rows ``[0, expert_counters[l])`` of plane l are valid, in (source rank, token, k) order,
-            others are not touched. RANK_MAJOR ``[R, M, hidden]``; rows ``[0, src_rank_counters[s])`` of plane s are valid, in token order.
-        topk_weights: RANK_MAJOR ``[R, M, K]`` float32, all K weights of the token; rows after the valid ones are not touched.
+            others are not touched. HT ``[N, hidden]``: FLAT one row per token in (source rank, token) order, EXPERT_MAJOR a zone per local expert in
+            that order, pads zero. RANK_MAJOR ``[R, M, hidden]``; rows ``[0, src_rank_counters[s])`` of plane s are valid, in token order.
+        topk_weights: RANK_MAJOR ``[R, M, K]`` float32, all K weights of the token; rows after the valid ones are not touched. HT FLAT ``[N, K]``,
+            placed like `topk_idx`, 0 elsewhere; HT EXPERT_MAJOR ``[N]``, pads 0.
         topk_idx: RANK_MAJOR ``[R, M, K]`` int32, the expert at each position k if it lives on this rank, else -1; rows after the valid ones are -1.
+            HT FLAT ``[N, K]`` int64: the token's experts on this rank, ascending, compacted to the left, then -1.
         scales: QUANT_FWD, DS_FP8: placed like tokens, ``[.., S]`` of the scales' dtype or ``[.., hidden / 128]`` float32. Recipes share the slot with
             the group's rows: tokens and scales are valid until the handle's combine is *called* with other rows, which go where they are.
         layout_info: the counts.

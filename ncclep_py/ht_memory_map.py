@@ -26,6 +26,7 @@ written after HEAD(n) of all ranks: one bank. Both match by ``==``; words of lon
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from ncclep_py.config import GroupConfig, Layout
 from ncclep_py.memory_map import HEAD_BANKS, HEAD_BYTES, SLOT_ALIGNMENT, WORD, LocalMap, align
@@ -86,6 +87,9 @@ class HTWindowMap:
     recv_rows: int
     row_bytes: int
     total_bytes: int
+
+    released: ClassVar[int] = 0      # no staged operations
+    num_staging: ClassVar[int] = 0
 
     @classmethod
     def build(cls, config: GroupConfig, num_ranks: int) -> HTWindowMap:

@@ -328,6 +328,9 @@ class _SimRank(Communicator):
                refusing: bool = False) -> bool:
         return self.world.step(_Step("an operation", (self, kernel, values, num_blocks, label, tensors, refusing), _simulate))
 
+    def run_local(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor]) -> None:
+        _simulate([(self, kernel, values, num_blocks, label, tensors, False)])
+
     def together(self, action: Callable[[], None]) -> None:
         action()
 

@@ -46,7 +46,8 @@ def good(capsys: Any, *words: str) -> dict[str, Any]:
     assert set(result) >= PROMISED
     assert result["verified"] is True and result["bitwise_equal_to_reference"] is True and result["max_abs_error"] == 0.0
     layout = words[words.index("--layout") + 1] if "--layout" in words else "expert_major"
-    assert (result["backend"], result["algorithm"], result["layout"]) == ("sim", "ll", layout) and result["seconds"] > 0
+    algorithm = words[words.index("--algorithm") + 1] if "--algorithm" in words else "ll"
+    assert (result["backend"], result["algorithm"], result["layout"]) == ("sim", algorithm, layout) and result["seconds"] > 0
     return result
 
 
@@ -111,6 +112,13 @@ def test_rank_major(capsys: Any, sizes: tuple[str, ...]) -> None:
     assert told["layout"] == "rank_major" and told["bitwise_equal_to_reference"]
 
 
+@pytest.mark.parametrize("layout", ["flat", "expert_major"])
+@pytest.mark.parametrize("sizes", [(), ("--ranks", "3", "--experts", "9", "--topk", "4", "--tokens", "11")], ids=str)
+def test_high_throughput(capsys: Any, sizes: tuple[str, ...], layout: str) -> None:
+    told = good(capsys, "--algorithm", "ht", "--layout", layout, *sizes)
+    assert (told["algorithm"], told["layout"]) == ("ht", layout) and told["bitwise_equal_to_reference"]
+
+
 def test_empty_texts(capsys: Any, text: Any, tmp_path: pathlib.Path) -> None:
     for content in ("", " \n\t\n"):
         assert "--text must hold at least one word" in bad(capsys, "--text", text(content))
@@ -119,8 +127,8 @@ def test_empty_texts(capsys: Any, text: Any, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["--algorithm", "ht"], "--algorithm ht is not built yet; use --algorithm ll"),
-    (["--layout", "flat"], "--layout flat is not built yet; use --layout expert_major or rank_major"),
+    (["--algorithm", "ht", "--layout", "rank_major"], "--layout rank_major is for --algorithm ll; use expert_major or flat"),
+    (["--layout", "flat"], "--layout flat is for --algorithm ht; use expert_major or rank_major"),
     (["--ranks", "0"], "--ranks must be at least 1, got 0"),
     (["--experts", "-8"], "--experts must be at least 1, got -8"),
     (["--topk", "0"], "--topk must be at least 1, got 0"),
@@ -176,9 +184,9 @@ def test_as_a_command() -> None:
     done = subprocess.run([sys.executable, "-m", "ncclep_py", "demo", "--backend", "sim", "--ranks", "2", "--json"], cwd=ROOT, capture_output=True,
                           text=True, timeout=120, check=False)
     assert done.returncode == 0 and json.loads(done.stdout)["verified"] is True
-    done = subprocess.run([sys.executable, "-m", "ncclep_py", "demo", "--algorithm", "ht"], cwd=ROOT, capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, "-m", "ncclep_py", "demo", "--layout", "flat"], cwd=ROOT, capture_output=True, text=True, timeout=120,
                           check=False)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr == "--algorithm ht is not built yet; use --algorithm ll\n"
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("--layout flat is for --algorithm ht; ")
 
 
 # ---- README ------------------------------------------------------------------------------------------------------------------

@@ -1100,8 +1100,6 @@ def test_group_create_refuses_what_it_cannot_do() -> None:
     def program(comm: Any) -> None:
         with pytest.raises(ValueError, match="num_experts must be a multiple of the number of ranks: 7 over 3"):
             Group.create(comm, config(7))
-        with pytest.raises(NotImplementedError, match="HIGH_THROUGHPUT"):
-            Group.create(comm, config(algorithm=Algorithm.HIGH_THROUGHPUT))
         with pytest.raises(TypeError, match="config must be a GroupConfig, got dict"):
             Group.create(comm, {})   # type: ignore[arg-type]
         with pytest.raises(TypeError, match="comm must be a Communicator, got int"):

@@ -13,25 +13,28 @@ from ncclep_py.kernels.ops import Vocabulary
 
 __all__ = ["PARAMETERS", "make_ht_combine"]
 
-PARAMETERS = ("window", "rank", "local", "record", "maps", "out", "grads", "num_tokens", "slot", "header", "handle", "signature", "status", "timeout")
-"""Run-time values of a launch, all 64-bit integers; `grads` is 0 in a forward pass."""
+PARAMETERS = ("window", "rank", "local", "record", "maps", "out", "grads", "num_tokens", "rows", "slot", "header", "handle", "signature", "status",
+              "timeout")
+"""Run-time values of a launch, all 64-bit integers; `grads` is 0 in a forward pass, `rows` are all the caller
+gave, -1 for an operation that only meets."""
 
 
 def make_ht_combine(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
     """The kernel for one shape, over one implementation of the vocabulary."""
     RANKS, EXPERTS, TOPK, ROW_BYTES, TYPE, BY_RANK = (
         shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, int(shape.token_type), shape.by_rank)
+    LOCAL_EXPERTS = shape.num_local
     HEADS, ARRIVED, WEIGHTS = shape.window.heads, shape.window.arrived, shape.window.slot_weights
     EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
-    HEADER, ROUTES, PLACES = shape.maps.header, shape.maps.routes, shape.maps.places
+    HEADER, ZONES, ROUTES, PLACES = shape.maps.header, shape.maps.zones, shape.maps.routes, shape.maps.places
     block_idx, warp_idx, read_epoch, advance_epoch = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch
     end_token, warp_token, token_step = ops.end_token, ops.warp_token, ops.token_step
     begin_vector, end_vector = ops.begin_vector, ops.end_vector
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
     check_header, last_block, op_code = ops.check_header, ops.last_block, ops.op_code
-    map_status, gather_row, gather_weights = ops.ht_map_status, ops.ht_gather_row, ops.ht_gather_weights
+    map_status, gather_row, gather_weights, check_rows = ops.ht_map_status, ops.ht_gather_row, ops.ht_gather_weights, ops.ht_check_rows
 
-    def ht_combine(window, rank, local, record, maps, out, grads, num_tokens, slot, header, handle, signature, status, timeout):  # noqa: ANN001, ANN202
+    def ht_combine(window, rank, local, record, maps, out, grads, num_tokens, rows, slot, header, handle, signature, status, timeout):  # noqa: ANN001, ANN202
         epoch, fail = read_epoch(local + EPOCH), local + FAIL
         # ---- 1 head: my experts' rows are written ----------------------------------------------------------------------
         if block_idx() == 0:
@@ -54,6 +57,8 @@ def make_ht_combine(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
             if warp_idx() == 0:
                 if code != 0:
                     publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
+                elif rows >= 0:
+                    check_rows(maps + ZONES, LOCAL_EXPERTS, rows, rank, epoch, fail, record)
                 advance_epoch(local + EPOCH, epoch)
 
     return ht_combine

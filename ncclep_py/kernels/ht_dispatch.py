@@ -12,9 +12,10 @@ from ncclep_py.kernels.ops import Vocabulary
 
 __all__ = ["PARAMETERS", "make_ht_dispatch"]
 
-PARAMETERS = ("window", "rank", "local", "record", "maps", "tokens", "weights", "scales", "num_tokens", "rows", "forward", "global_ids", "slot",
-              "header", "handle", "signature", "status", "timeout")
-"""Run-time values of a launch, all 64-bit integers; `forward` is 0 in a backward pass, which has no weights."""
+PARAMETERS = ("window", "rank", "local", "record", "maps", "tokens", "weights", "scales", "num_tokens", "rows", "cleared", "forward", "global_ids",
+              "slot", "header", "handle", "signature", "status", "timeout")
+"""Run-time values of a launch, all 64-bit integers; `forward` is 0 in a backward pass, which has no weights; `rows` are all a caller sees,
+ids and weights of the first `cleared` of them are defined."""
 
 
 def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
@@ -34,7 +35,7 @@ def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
     map_status, scatter_row, scatter_weights = ops.ht_map_status, ops.ht_scatter_row, ops.ht_scatter_weights
     zero_pads, clear_ids, check_rows = ops.ht_zero_pads, ops.ht_clear_ids, ops.ht_check_rows
 
-    def ht_dispatch(window, rank, local, record, maps, tokens, weights, scales, num_tokens, rows, forward, global_ids, slot, header,  # noqa: ANN001, ANN202
+    def ht_dispatch(window, rank, local, record, maps, tokens, weights, scales, num_tokens, rows, cleared, forward, global_ids, slot, header,  # noqa: ANN001, ANN202
                     handle, signature, status, timeout):
         epoch, fail = read_epoch(local + EPOCH), local + FAIL
         # ---- 1 head: everything my stream did before is done ---------------------------------------------------------
@@ -59,7 +60,7 @@ def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
                 if SCALE_BYTES > 0:
                     zero_pads(window, slot + SCALES, 0, maps + ZONES, rank, LOCAL_EXPERTS, SCALE_BYTES)
             elif forward != 0:
-                clear_ids(window, slot + IDX, slot + WEIGHTS, maps + ZONES, rank, LOCAL_EXPERTS, TOPK, rows)
+                clear_ids(window, slot + IDX, slot + WEIGHTS, maps + ZONES, rank, LOCAL_EXPERTS, TOPK, cleared)
         # ---- 4 arrived: the last block speaks for the rank -------------------------------------------------------------
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)

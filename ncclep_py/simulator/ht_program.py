@@ -105,8 +105,9 @@ class HTProgram:
         else:
             expected = ref.ht_expert_major_dispatch(routing.plan, tokens, weights)
         for rank in self.ranks if ranks is None else ranks:
-            values = {"tokens": self._register("tokens", tokens[rank], rank), "scales": 0, "rows": self.plan.recv_rows, "forward": int(not backward),
+            values = {"tokens": self._register("tokens", tokens[rank], rank), "scales": 0, "rows": self.plan.recv_rows,
                       "weights": self._register("weights", weights[rank], rank) if weights else 0, "global_ids": int(self.global_ids),
+                      "cleared": self.plan.recv_rows, "forward": int(not backward),
                       "signature": self._signature(OpKind.DISPATCH, handle, backward)}
             self._launch("dispatch", rank, values | self._of_handle(rank, handle))
         self.expected[handle] = expected, backward
@@ -136,6 +137,7 @@ class HTProgram:
             out = torch.full((self.num_tokens[rank], self.config.hidden), 7.0).to(self.dtype)
             grad = torch.full(routing.ids[rank].shape, 7.0)
             values = {"out": self._register("out", out, rank), "grads": self._register("grads", grad, rank) if backward else 0,
+                      "rows": self.plan.recv_rows,
                       "signature": self._signature(OpKind.COMBINE, handle, backward)}
             self._launch("combine", rank, values | self._of_handle(rank, handle))
             if handle in self.written:

@@ -1,0 +1,76 @@
+"""`HTGroup`: what a HIGH_THROUGHPUT group has instead of a LOW_LATENCY one: window plan, handles, kernels. Made by ``Group.create``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ncclep_py.config import GroupConfig, HandleConfig, Layout
+from ncclep_py.errors import EpError
+from ncclep_py.group import Group
+from ncclep_py.ht_handle import HTHandle
+from ncclep_py.ht_memory_map import HTWindowMap, ht_local_map
+from ncclep_py.kernels.ht_shape import HTShape
+from ncclep_py.kernels.shape import PLAIN, Wire
+from ncclep_py.signature import OpKind, Signature
+
+if TYPE_CHECKING:
+    import torch
+
+    from ncclep_py.communicator import Kernel
+    from ncclep_py.handle import LayoutInfo
+    from ncclep_py.memory_map import LocalMap
+
+__all__ = ["HTGroup", "ht_bytes_per_rank"]
+
+
+class HTGroup(Group):
+    """A group whose operations are those of `HTHandle`."""
+
+    map: HTWindowMap   # type: ignore[assignment]
+
+    def plans(self, config: GroupConfig, num_ranks: int) -> tuple[Any, LocalMap]:
+        """Internal: byte plans of the window and of the local block."""
+        return HTWindowMap.build(config, num_ranks), ht_local_map(config)
+
+    def create_handle(self, layout: Layout, topk_idx: torch.Tensor | None = None, *, num_topk: int | None = None,   # type: ignore[override]
+                      idx_dtype: Any = None, config: HandleConfig | None = None, layout_info: LayoutInfo | None = None) -> HTHandle:
+        """A handle for `layout`, FLAT or EXPERT_MAJOR. Without `topk_idx` local; with it collective, since it is `HTHandle.update`, too.
+
+        Args:
+            layout: order of received rows.
+            topk_idx: ``[T, K]`` int32 or int64 expert ids, -1 for none.
+            num_topk: K if `topk_idx` is not given.
+            idx_dtype: torch.int32 or torch.int64 if `topk_idx` is not given.
+            config: `HandleConfig`, with the alignment of EXPERT_MAJOR zones; the same on all ranks.
+            layout_info: where to put the counts of `topk_idx`, see `HTHandle.update`.
+        """
+        self._check_open("create_handle")
+        return HTHandle(self, next(self._handle_ids), layout, topk_idx, num_topk, idx_dtype, config or HandleConfig(), layout_info)
+
+    def ht_kernel(self, name: str, num_topk: int, idx_bytes: int, layout: Layout, alignment: int, wire: Wire = PLAIN) -> Kernel:
+        """Internal: a kernel, loaded on first use; refused under capture."""
+        key: Any = (name, num_topk, idx_bytes, layout, alignment, wire)
+        if key not in self._kernels:
+            if self.comm.capturing():
+                raise EpError(f"{name} for {num_topk} experts per token and {idx_bytes}-byte ids is not loaded, and loading is impossible during "
+                              "graph capture: create the handle (or call it once) with these before capturing")
+            shape = HTShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout, alignment, self.num_blocks, wire)
+            shared = shape.shared_bytes if name in ("ht_count", "ht_prepare") else 0
+            self._kernels[key] = self.comm.kernel(name, shape, shared, self.num_blocks)   # type: ignore[arg-type]
+        return self._kernels[key]
+
+    def rendezvous(self, kind: OpKind) -> None:
+        """Internal: an operation that only meets: afterwards no rank is still pulling rows of an earlier operation from me."""
+        config = self.config
+        kernel = self.ht_kernel("ht_combine", config.num_topk, 8, Layout.FLAT, 1)
+        local, record = self.addresses()
+        nothing = local + self.local_map.header(config.num_slots)   # the header of no slot and of no maps
+        signature = Signature(kind, 0, config.token_type, 0, 0, config.num_topk, config.row_bytes // 16).pack()
+        values = (self._window.handle, self.rank, local, record, nothing, 0, 0, 0, -1, self.map.slots, nothing, 0, signature, 0, config.wait_ns)
+        self.comm.submit(kernel, values, self.num_blocks, kind.name.lower(), ())
+
+
+def ht_bytes_per_rank(config: GroupConfig, num_ranks: int) -> dict[str, int]:
+    """Device memory a HIGH_THROUGHPUT group takes on each rank, by part, in bytes, without the maps of its handles."""
+    window = HTWindowMap.build(config, num_ranks)
+    return {"control": window.slots, "slots": window.num_slots * window.slot_bytes, "local": ht_local_map(config).total_bytes}

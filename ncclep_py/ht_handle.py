@@ -1,0 +1,559 @@
+"""`HTHandle`: routing and operations of a HIGH_THROUGHPUT group: update, dispatch and combine, forward and backward.
+
+Unlike in LOW_LATENCY, `HTHandle.update` is collective and works on the device: it gives every token its final rows, and counts. Training is
+``update, dispatch, combine`` and then, over the same routing, ``dispatch(pass_direction=BWD)`` of the gradient of combine's output and
+``combine(pass_direction=BWD)`` of the experts' gradients; each direction has a slot of its own if the group has enough (``num_slots``).
+
+Received rows live in the window: `DispatchOutputs` are views of it, valid until the combine of the same direction is called with other rows, or a
+later dispatch takes the slot. After `combine` returns, peers may still be reading them. Plain tensors cost one copy of the received rows; how many
+these are stays on the device, so nothing here waits for the device, and all of it can be captured if the budget is fixed.
+
+Errors are those of ``handle``. An update that does not fit a budget is an `EpOverflowError` on every rank (unless DROP), at a later call or at
+``Group.check()``; what fits has moved by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ncclep_py.arguments import Seen, check_ids, check_tensor, check_tokens, refusal_of, refused, stale
+from ncclep_py.config import (
+    CombineConfig,
+    CombineQuant,
+    DispatchConfig,
+    DispatchQuant,
+    ExpertIdKind,
+    HandleConfig,
+    Layout,
+    PassDir,
+    _member,
+)
+from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, EpStaleError, Status
+from ncclep_py.handle import CombineInputs, CombineOutputs, DispatchInputs, DispatchOutputs, LayoutInfo, _check_kinds, _known_topk
+from ncclep_py.ht_memory_map import AUTO_ALIGNMENT, HTMaps
+from ncclep_py.kernels.shape import PLAIN, Wire
+from ncclep_py.recipes import Sent, check_recipe
+from ncclep_py.refusal import Refusal
+from ncclep_py.signature import OpKind, Signature
+
+if TYPE_CHECKING:
+    import torch
+
+    from ncclep_py.communicator import Kernel
+    from ncclep_py.ht_group import HTGroup
+
+__all__ = ["HTHandle"]
+
+OWN_VALUES = {"ht_prepare": 7, "ht_dispatch": 8, "ht_combine": 4}
+"""Values of a kernel that differ from call to call: between `maps` and `handle`, or `slot`."""
+
+
+class HTHandle:
+    """Made by `Group.create_handle` of a HIGH_THROUGHPUT group.
+
+    Attributes:
+        group: the group.
+        layout: order of received rows, FLAT or EXPERT_MAJOR.
+        num_topk: K.
+        layout_info: counts of the newest update, as tensors that the device fills; each update overwrites them.
+    """
+
+    def __init__(self, group: HTGroup, handle_id: int, layout: Layout, topk_idx: torch.Tensor | None, num_topk: int | None, idx_dtype: Any,
+                 config: HandleConfig, layout_info: LayoutInfo | None) -> None:
+        """Internal: use `Group.create_handle`."""
+        import torch
+
+        self.group, self.id, self.layout, self.config = group, handle_id, _known_layout(layout), config
+        if topk_idx is None and num_topk is None:
+            raise ValueError("create_handle needs topk_idx or num_topk, got neither")
+        if topk_idx is not None:
+            check_tensor("topk_idx", topk_idx, (None, num_topk), (torch.int32, torch.int64), group.comm.device, aligned=False)
+        self.num_topk = _known_topk(int(topk_idx.shape[1]) if topk_idx is not None else num_topk, group.config.num_topk)
+        dtype = topk_idx.dtype if topk_idx is not None else idx_dtype or torch.int64
+        if dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"idx_dtype must be torch.int32 or torch.int64, got {dtype}")
+        self._flat = self.layout is Layout.FLAT
+        self._alignment = 1 if self._flat else max(config.dispatch_output_per_expert_alignment, 1)
+        if self._alignment > AUTO_ALIGNMENT and not group.config.max_recv_tokens_per_rank:
+            raise ValueError(f"dispatch_output_per_expert_alignment must be at most {AUTO_ALIGNMENT} while max_recv_tokens_per_rank is AUTO, "
+                             f"got {self._alignment}")
+        self._maps_plan = HTMaps.build(group.config, group.num_ranks, self.num_topk, self.layout, group.num_blocks)
+        self._maps = group.comm.zeros(self._maps_plan.total_bytes, self._maps_plan.regions())
+        self._closed = False
+        self._slots = [-1, -1]           # of the newest forward and backward dispatch
+        self._routings = [-1, -1]        # number of the update under which each was dispatched
+        self._routing, self._generation, self._num_tokens, self._idx_bytes = 0, 0, -1, dtype.itemsize
+        self._topk_idx: torch.Tensor | None = None
+        self._seen = Seen()
+        self._views: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._values: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._dtype = group.config.token_type.torch_dtype()
+        self.layout_info = self._own_counts()
+        for name in ("ht_count", "ht_prepare", "ht_dispatch", "ht_combine", "ht_copy"):
+            self._kernel(name)
+        if topk_idx is not None:
+            self.update(topk_idx, layout_info)
+
+    # ---- update ------------------------------------------------------------------------------------------------------
+    def update(self, topk_idx: torch.Tensor, layout_info: LayoutInfo | None = None) -> None:
+        """Bind a new routing: count, exchange counts, give every token its rows. Collective, stream-ordered, no host synchronisation, capturable.
+
+        Args:
+            topk_idx: ``[T, K]`` int32 or int64, T <= max_dispatch_tokens_per_rank and free to differ between ranks and updates; ids outside [0, E)
+                count as "no expert", a duplicate in a token counts once. Must stay unchanged until the update has run.
+            layout_info: where to put counts: ``expert_counters``, ``expert_offsets``, ``expert_counts_unpadded`` (1-D, at least L entries) and
+                ``recv_total_counter`` (1-D, at least one entry), all of one integer dtype, int32 or int64. `HTHandle.layout_info` holds what is
+                left out.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong (on this rank; every other rank raises `EpRefusedError`).
+            EpError: what a device reported about an earlier operation.
+        """
+        self._check_open("update")
+        group = self.group
+        self._topk_idx, self._num_tokens = None, -1
+        self._routing += 1
+        with _Refusing(self, "ht_prepare", 0, False):
+            group.raise_reported()
+            _check_kinds(("layout_info", layout_info, LayoutInfo))
+            info = layout_info or LayoutInfo()
+            self._check_routing(topk_idx)
+            given = self._check_counts(info)
+        maps, ids, num_tokens = self._maps.data_ptr(), topk_idx.data_ptr(), int(topk_idx.shape[0])
+        self._idx_bytes = topk_idx.element_size()
+        group.comm.run_local(self._kernel("ht_count"), (maps, ids, num_tokens), group.num_blocks, "ht_count", (topk_idx,))
+        pointers = tuple(0 if t is None else t.data_ptr() for t in given)
+        int_bytes = next((t.element_size() for t in given if t is not None), 4)
+        self._launch("ht_prepare", 0, False, Status.GO, (ids, num_tokens, *pointers, int_bytes), (topk_idx, *(t for t in given if t is not None)))
+        self._topk_idx, self._num_tokens = topk_idx, num_tokens
+        own = self._own_counts()
+        self.layout_info = LayoutInfo(info.expert_counters if given[0] is not None else own.expert_counters, None, info.recv_topk_idx_kind,
+                                      info.expert_offsets if given[1] is not None else own.expert_offsets,
+                                      info.recv_total_counter if given[3] is not None else own.recv_total_counter,
+                                      info.expert_counts_unpadded if given[2] is not None else own.expert_counts_unpadded)
+
+    def _check_routing(self, topk_idx: Any) -> None:
+        import torch
+
+        config = self.group.config
+        if not self._seen.same("topk_idx", topk_idx):
+            check_tensor("topk_idx", topk_idx, (None, self.num_topk), (torch.int32, torch.int64), self.group.comm.device, aligned=False)
+            check_tokens("topk_idx", topk_idx.shape[0], config.max_dispatch_tokens_per_rank)
+            self._seen.passed("topk_idx", topk_idx)
+        if config.checked:
+            check_ids("topk_idx", topk_idx, config.num_experts)
+
+    def _check_counts(self, info: LayoutInfo) -> tuple[torch.Tensor | None, ...]:
+        """The caller's tensors for counts in the order of the kernel's parameters."""
+        import torch
+
+        if info.src_rank_counters is not None:
+            raise ValueError("layout_info.src_rank_counters must be left out of a HIGH_THROUGHPUT update")
+        local, found = self.group.map.num_local_experts, []
+        dtypes = (torch.int32, torch.int64)
+        for name, least in (("expert_counters", local), ("expert_offsets", local), ("expert_counts_unpadded", local), ("recv_total_counter", 1)):
+            tensor = getattr(info, name)
+            if self._flat and name == "expert_offsets":
+                tensor = None   # FLAT has no zones
+            if tensor is not None and not self._seen.same(name, tensor):
+                check_tensor(f"layout_info.{name}", tensor, (None,), dtypes, self.group.comm.device, aligned=False)
+                if tensor.shape[0] < least:
+                    raise refused(ValueError(f"layout_info.{name} must have at least {least} entries, got {tensor.shape[0]}"), Refusal.SHAPE)
+                self._seen.passed(name, tensor)
+            found.append(tensor)
+        kinds = {t.dtype for t in found if t is not None}
+        if len(kinds) > 1:
+            raise refused(TypeError(f"layout_info's tensors must have one dtype, got {', '.join(sorted(map(str, kinds)))}"), Refusal.TYPE)
+        return tuple(found)
+
+    def _own_counts(self) -> LayoutInfo:
+        """Views of the counts in the handle's maps."""
+        import torch
+
+        plan, local = self._maps_plan, self.group.map.num_local_experts
+        zones = self._maps[plan.zones: plan.zones + 12 * local].view(torch.int32)
+        total = self._maps[plan.received + 8: plan.received + 16].view(torch.int64)
+        return LayoutInfo(zones[2 * local:], None, ExpertIdKind.AUTO, None if self._flat else zones[:local], total, zones[local: 2 * local])
+
+    # ---- dispatch ----------------------------------------------------------------------------------------------------
+    def dispatch(self, inputs: DispatchInputs | torch.Tensor, outputs: DispatchOutputs | None = None, layout_info: LayoutInfo | None = None,
+                 config: DispatchConfig | None = None, *, topk_idx: torch.Tensor | None = None,
+                 topk_weights: torch.Tensor | None = None) -> DispatchOutputs:
+        """Send every token to its rows. Collective, stream-ordered on the current stream, no host synchronisation.
+
+        Args:
+            inputs: tokens ``[T, hidden]`` (backward: the gradient of combine's output), or `DispatchInputs`.
+            outputs: where to put rows, ids and weights; without it they are in the window (no copy). A fixed budget needs
+                ``max_recv_tokens_per_rank`` rows, AUTO as many as ``recv_total_counter`` says; FLAT ids and weights have as many rows as
+                tokens. Rows that were not received are not touched; their ids and weights are -1 and 0 (FLAT).
+            layout_info: only its ``recv_topk_idx_kind`` is used (FLAT), the same on all ranks.
+            config: `DispatchConfig`; ``send_only`` is ignored.
+            topk_idx: shorthand for `update` before the call.
+            topk_weights: forward: the router weights ``[T, K]`` float32, if `inputs` does not hold them.
+
+        Returns:
+            `DispatchOutputs`, also if given. Its ``layout_info`` holds the update's counts.
+        """
+        self._check_open("dispatch")
+        if topk_idx is not None:
+            self.update(topk_idx)
+        group = self.group
+        plan = group.map
+        backward = isinstance(config, DispatchConfig) and config.pass_direction is PassDir.BWD
+        slot = self._take_slot(backward)
+        self._generation += 1
+        given = inputs if isinstance(inputs, DispatchInputs) else DispatchInputs(inputs)
+        made = outputs if isinstance(outputs, DispatchOutputs) else DispatchOutputs()
+        weights: Any = topk_weights if topk_weights is not None else given.topk_weights
+        with _Refusing(self, "ht_dispatch", slot, backward):
+            group.raise_reported()
+            _check_kinds(("outputs", outputs, DispatchOutputs), ("layout_info", layout_info, LayoutInfo), ("config", config, DispatchConfig))
+            kind = _member("layout_info.recv_topk_idx_kind", ExpertIdKind, layout_info.recv_topk_idx_kind if layout_info else ExpertIdKind.AUTO)
+            sent = self._check_dispatch(given, weights, made, config or DispatchConfig(), backward)
+            kernel = self._kernel("ht_dispatch", PLAIN if sent is None else sent.wire)
+        global_ids = int(self._flat and not backward and kind is ExpertIdKind.GLOBAL)
+        visible = plan.recv_rows if made.tokens is None else min(int(made.tokens.shape[0]), plan.recv_rows)
+        exposed = visible if group.config.max_recv_tokens_per_rank or made.topk_idx is not None else 0
+        scales, tensors = given.scales, [given.tokens] + [t for t in (weights, given.scales) if t is not None]
+        own = (given.tokens.data_ptr(), 0 if backward else weights.data_ptr(), 0 if scales is None else scales.data_ptr(), self._num_tokens, visible,
+               exposed, int(not backward), global_ids)
+        self._launch("ht_dispatch", slot, backward, Status.GO, own, tensors, kernel, global_ids, sent)
+        self._routings[backward] = self._routing   # only now: a dispatch known to be refused leaves nothing to combine
+        self._deliver(made, slot, sent, backward)
+        made.layout_info, made.generation = self.layout_info, self._generation
+        return made
+
+    def _check_dispatch(self, given: DispatchInputs, weights: Any, made: DispatchOutputs, config: DispatchConfig, backward: bool) -> Sent | None:
+        group, seen, device = self.group, self._seen, self.group.comm.device
+        import torch
+
+        self._check_updated("dispatch")
+        if not group.config.max_recv_tokens_per_rank and group.comm.capturing():
+            raise EpError("dispatch cannot be captured while max_recv_tokens_per_rank is AUTO; set a budget")
+        sent = None
+        if config.quant_recipe is DispatchQuant.DS_FP8E3M4:
+            raise ValueError("quant_recipe must be NONE or FWD in HIGH_THROUGHPUT, got DS_FP8E3M4")
+        if config.quant_recipe is DispatchQuant.FWD:
+            sent = check_recipe(given, self._num_tokens, config, group.config, device)
+        else:
+            _without("a dispatch without recipe", ("inputs.scales", given.scales), ("outputs.scales", made.scales))
+            if not seen.same("tokens", given.tokens) or given.tokens.shape[0] != self._num_tokens:
+                check_tensor("tokens", given.tokens, (self._num_tokens, group.config.hidden), (self._dtype,), device)
+                seen.passed("tokens", given.tokens)
+        self._check_outside("tokens", given.tokens)
+        if backward:
+            _without("a backward dispatch", ("inputs.topk_weights", weights), ("outputs.topk_weights", made.topk_weights),
+                     ("outputs.topk_idx", made.topk_idx))
+        else:
+            self._check_weights("topk_weights", weights, "a forward dispatch (inputs.topk_weights or topk_weights=)")
+        if not self._flat:
+            _without("an EXPERT_MAJOR dispatch", ("outputs.topk_idx", made.topk_idx))
+        width, dtype = (group.config.hidden, self._dtype) if sent is None else (sent.width, sent.dtype)
+        shapes: list[tuple[str, Any, tuple[int | None, ...], Any]] = [("tokens", made.tokens, (None, width), dtype)]
+        if sent is not None:
+            shapes.append(("scales", made.scales, (None, sent.scale_width), sent.scale_dtype))
+        k = (None, self.num_topk) if self._flat else (None,)
+        shapes += [("topk_weights", made.topk_weights, k, torch.float32), ("topk_idx", made.topk_idx, k, torch.int64)]
+        rows = None if made.tokens is None or not isinstance(made.tokens, torch.Tensor) or not made.tokens.ndim else made.tokens.shape[0]
+        for name, tensor, shape, kind in shapes:
+            if tensor is None:
+                continue
+            if not seen.same(f"outputs.{name}", tensor):
+                check_tensor(f"outputs.{name}", tensor, shape, (kind,), device)
+                seen.passed(f"outputs.{name}", tensor)
+            self._check_rows(f"outputs.{name}", tensor, rows)
+        return sent
+
+    def _check_rows(self, name: str, tensor: torch.Tensor, rows: int | None) -> None:
+        """Refuse outputs with too few rows, or with other rows than the tokens."""
+        budget, have = self.group.config.max_recv_tokens_per_rank, int(tensor.shape[0])
+        if have < budget:
+            raise refused(ValueError(f"{name} must have at least max_recv_tokens_per_rank = {budget} rows, got {have}"), Refusal.SHAPE)
+        if not budget and rows is not None and have != rows:
+            raise refused(ValueError(f"{name} must have as many rows as outputs.tokens, {rows}, got {have}"), Refusal.SHAPE)
+
+    def _check_weights(self, name: str, weights: Any, whose: str) -> None:
+        """Refuse router weights that are missing or wrong."""
+        import torch
+
+        if weights is None:
+            raise ValueError(f"{name} must be given to {whose}")
+        if not self._seen.same(name, weights) or weights.shape[0] != self._num_tokens:
+            check_tensor(name, weights, (self._num_tokens, self.num_topk), (torch.float32,), self.group.comm.device, aligned=False)
+            self._seen.passed(name, weights)
+
+    def _deliver(self, made: DispatchOutputs, slot: int, sent: Sent | None, backward: bool) -> None:
+        """Set or fill what the caller sees of a dispatch."""
+        plan = self.group.map
+        fields: list[tuple[str, torch.Tensor]] = [("tokens", self.rows(slot) if sent is None else self._view(slot, 0, sent.dtype, sent.width))]
+        if sent is not None:
+            fields.append(("scales", self._view(slot, plan.recv_rows * sent.wire.sent_bytes, sent.scale_dtype, sent.scale_width)))
+        if not backward:
+            fields.append(("topk_weights", self.slot_weights(slot)))
+        for name, received in fields:
+            held = getattr(made, name)
+            if held is None:
+                setattr(made, name, received)
+            elif held.data_ptr() != received.data_ptr() and held.numel():
+                if name == "topk_weights" and self._flat:   # with the zeros after them
+                    held.detach()[: plan.recv_rows].copy_(received[: held.shape[0]])
+                else:
+                    self._copy_rows(received, held)
+        if self._flat and not backward:
+            ids = self.slot_idx(slot)
+            if made.topk_idx is None:
+                made.topk_idx = ids
+            elif made.topk_idx.data_ptr() != ids.data_ptr():
+                made.topk_idx.detach()[: plan.recv_rows].copy_(ids[: made.topk_idx.shape[0]])
+
+    # ---- combine -----------------------------------------------------------------------------------------------------
+    def combine(self, inputs: CombineInputs | torch.Tensor, outputs: CombineOutputs | None = None, config: CombineConfig | None = None, *,
+                topk_weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Bring rows back and add them up: ``out[t]`` is the fp32 sum of its rows in ascending (rank, local expert) order, rounded once.
+
+        No weights are applied: the experts' rows have theirs in them. Collective, stream-ordered on the current stream.
+
+        Args:
+            inputs: rows placed as dispatch placed them, or `CombineInputs`: dispatch's own tensor (or its first rows), or any other ``[N, hidden]``
+                with at least the received rows (one copy of these). Backward: with ``topk_weights``, the gradients of the received weights, placed
+                and shaped as those.
+            outputs: ``tokens`` ``[T, hidden]`` and, backward, ``topk_weights`` ``[T, K]`` float32, the gradients of the router weights; allocated if
+                left out. Forward ignores ``topk_weights``.
+            config: `CombineConfig`; ``send_only`` is ignored.
+            topk_weights: backward: the gradients, if `inputs` does not hold them.
+
+        Returns:
+            ``outputs.tokens``.
+        """
+        self._check_open("combine")
+        group, plan = self.group, self.group.map
+        backward = isinstance(config, CombineConfig) and config.pass_direction is PassDir.BWD
+        slot = self._slots[backward]
+        if slot < 0 or group.slot_owner[slot] not in (self.id, -self.id):
+            raise EpError(f"combine needs a {'backward' if backward else 'forward'} dispatch of this handle before it; its slot was never filled or "
+                          "went to another dispatch")
+        if group.slot_combined[slot]:   # peers may still be pulling from this slot: meet first, on all ranks alike
+            group.rendezvous(OpKind.COMBINE)
+        group.slot_combined[slot], group.slot_owner[slot] = True, -self.id
+        given = inputs if isinstance(inputs, CombineInputs) else CombineInputs(inputs)
+        made = outputs if isinstance(outputs, CombineOutputs) else CombineOutputs()
+        grads: Any = topk_weights if topk_weights is not None else given.topk_weights
+        with _Refusing(self, "ht_combine", slot, backward):
+            group.raise_reported()
+            _check_kinds(("outputs", outputs, CombineOutputs), ("config", config, CombineConfig))
+            self._check_combine(given, grads, made, outputs, config or CombineConfig(), slot, backward)
+        visible = plan.recv_rows
+        for rows, place in ((given.tokens, self.rows(slot)), (grads, self.slot_weights(slot))) if backward else ((given.tokens, self.rows(slot)),):
+            if rows.data_ptr() != place.data_ptr() and rows.numel():
+                self._copy_rows(rows, place)
+            visible = min(visible, int(rows.shape[0]))
+        if made.tokens is None:
+            made.tokens = self._new((self._num_tokens, group.config.hidden), self._dtype)
+        written = [made.tokens]
+        if backward:
+            import torch
+
+            if made.topk_weights is None:
+                made.topk_weights = self._new((self._num_tokens, self.num_topk), torch.float32)
+            written.append(made.topk_weights)
+        own = (made.tokens.data_ptr(), written[1].data_ptr() if backward else 0, self._num_tokens, visible)
+        self._launch("ht_combine", slot, backward, Status.GO, own, written)
+        return made.tokens
+
+    def _check_combine(self, given: CombineInputs, grads: Any, made: CombineOutputs, outputs: CombineOutputs | None, config: CombineConfig,
+                       slot: int, backward: bool) -> None:
+        import torch
+
+        group, seen, device = self.group, self._seen, self.group.comm.device
+        if config.quant_recipe is not CombineQuant.NONE:
+            raise ValueError(f"quant_recipe must be NONE in a HIGH_THROUGHPUT combine, got {config.quant_recipe.name}")
+        _without("a HIGH_THROUGHPUT combine", ("inputs.scales", given.scales))
+        self._check_updated("combine")
+        if self._routings[backward] < 0:
+            raise refused(EpError("combine needs a dispatch of this handle before it, and the last one was refused"), Refusal.STALE)
+        if self._routings[backward] != self._routing:
+            raise stale("the rows to combine were dispatched under an earlier routing; combine before update, or use a handle per routing")
+        if given.tokens is not self._views.get((slot, 0, self._dtype)):
+            check_tensor("inputs.tokens", given.tokens, (None, group.config.hidden), (self._dtype,), device)
+            self._check_place("inputs.tokens", given.tokens, slot, 0)
+        if backward:
+            if grads is None:
+                raise ValueError("topk_weights must be given to a backward combine (inputs.topk_weights or topk_weights=)")
+            if outputs is None:
+                raise ValueError("outputs must be given to a backward combine (a CombineOutputs, maybe empty): its topk_weights get the gradients")
+            check_tensor("inputs.topk_weights", grads, (None, self.num_topk) if self._flat else (None,), (torch.float32,), device)
+            self._check_place("inputs.topk_weights", grads, slot, group.map.slot_weights)
+            if grads.shape[0] != given.tokens.shape[0]:
+                raise refused(ValueError(f"inputs.topk_weights must have as many rows as inputs.tokens, {given.tokens.shape[0]}, got "
+                                         f"{grads.shape[0]}"), Refusal.SHAPE)
+            if made.topk_weights is not None:
+                check_tensor("outputs.topk_weights", made.topk_weights, (self._num_tokens, self.num_topk), (torch.float32,), device, aligned=False)
+        else:
+            _without("a forward combine", ("inputs.topk_weights", grads))
+        if made.tokens is not None:
+            if not seen.same("combined", made.tokens) or made.tokens.shape[0] != self._num_tokens:
+                check_tensor("outputs.tokens", made.tokens, (self._num_tokens, group.config.hidden), (self._dtype,), device)
+                seen.passed("combined", made.tokens)
+            self._check_outside("outputs.tokens", made.tokens)
+
+    def complete(self, config: Any = None) -> None:
+        """Nothing to do: high-throughput operations always complete (``send_only`` is ignored)."""
+        self._check_open("complete")
+
+    def close(self) -> None:
+        """Give the slots back; local and idempotent. GPU work on them must be done or stream-ordered before what comes next."""
+        if not self._closed:
+            self._closed = True
+            for slot in self._slots:
+                if slot >= 0 and self.group.slot_owner[slot] in (self.id, -self.id):
+                    self.group.slot_owner[slot] = 0
+            self._topk_idx = None
+
+    destroy = close
+
+    def __enter__(self) -> HTHandle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---- slots -------------------------------------------------------------------------------------------------------
+    def rows(self, slot: int) -> torch.Tensor:
+        """Rows of a slot, ``[recv_rows, hidden]``, the same tensor object unless something wrote a graph into it."""
+        return self._view(slot, 0, self._dtype, self.group.config.hidden)
+
+    def slot_idx(self, slot: int) -> torch.Tensor:
+        """Received ids of a slot, ``[recv_rows, K]`` int64 (FLAT)."""
+        import torch
+
+        return self._view(slot, self.group.map.slot_idx, torch.int64, self.num_topk)
+
+    def slot_weights(self, slot: int) -> torch.Tensor:
+        """Received weights of a slot, ``[recv_rows, K]`` (FLAT) or ``[recv_rows]`` float32."""
+        import torch
+
+        return self._view(slot, self.group.map.slot_weights, torch.float32, self.num_topk if self._flat else 0)
+
+    def _view(self, slot: int, offset: int, dtype: Any, width: int) -> torch.Tensor:
+        """``[recv_rows, width]``, or ``[recv_rows]`` for width 0, of `dtype` at `offset` of a slot."""
+        key = (slot, offset, dtype) if width == self.group.config.hidden or offset else (slot, offset, dtype, width)
+        view = self._views.get(key)
+        if view is None or view.requires_grad:
+            rows = self.group.map.recv_rows
+            begin = self.group.map.slot(slot) + offset
+            flat = self.group.window.memory[begin: begin + rows * max(width, 1) * dtype.itemsize].view(dtype)
+            view = self._views[key] = flat.view(rows, width) if width else flat
+        return view
+
+    def _take_slot(self, backward: bool) -> int:
+        """A slot for a new dispatch, by the same rule on every rank: the direction's own if it still has one, else a free one, in the end that of the
+        other direction, whose combine is refused from then on."""
+        owner, mine = self.group.slot_owner, (self.id, -self.id)
+        slot = self._slots[backward]
+        if slot < 0 or owner[slot] not in mine:
+            free = [i for i, held in enumerate(owner) if held <= 0 or held == self.id]
+            if not free:
+                raise EpError(f"all {len(owner)} slots hold dispatches that were not combined yet; combine one, close its handle, or set "
+                              "GroupConfig.num_slots higher")
+            slot = min(free, key=lambda i: (owner[i] in mine, i))
+            if slot == self._slots[not backward]:
+                self._slots[not backward] = -1
+        self.group.slot_owner[slot], self.group.slot_combined[slot], self._slots[backward] = self.id, False, slot
+        self._routings[backward] = -1
+        return slot
+
+    def _copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy the received rows from one tensor to the other, as many as both have; the count stays on the device."""
+        group, rows = self.group, min(int(source.shape[0]), int(target.shape[0]))
+        row_bytes = source.element_size() * (int(source.shape[1]) if source.ndim > 1 else 1)
+        values = (self._maps.data_ptr(), source.data_ptr(), target.data_ptr(), rows, row_bytes)
+        group.comm.run_local(self._kernel("ht_copy"), values, group.num_blocks, "ht_copy", (source, target))
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise EpClosedError(f"cannot {what}: the handle is closed")
+        if self.group._closed:
+            raise EpClosedError(f"cannot {what}: the group is closed")
+
+    def _check_updated(self, what: str) -> None:
+        if self._num_tokens < 0:
+            raise EpStaleError(f"{what} needs an update before it: topk_idx was never given to create_handle or update, or the update was refused")
+
+    def _check_outside(self, name: str, tensor: torch.Tensor) -> None:
+        """Refuse tensors in the window, where peers write."""
+        if tensor.numel() and 0 <= tensor.data_ptr() - self.group.window.address < self.group.window.num_bytes:
+            raise refused(ValueError(f"{name} must not lie in the window, where peers write during the operation; copy it"), Refusal.MEMORY)
+
+    def _check_place(self, name: str, rows: torch.Tensor, slot: int, offset: int) -> None:
+        """Refuse rows that lie in the window, but not in their place in this handle's slot."""
+        plan, at = self.group.map, rows.data_ptr() - self.group.window.address
+        if rows.numel() and 0 <= at < self.group.window.num_bytes and at != plan.slot(slot) + offset:
+            held = (at - plan.slots) // plan.slot_bytes
+            raise stale(f"{name} lies in slot {held} of the window, but this handle's last dispatch filled slot {slot}")
+
+    def _new(self, shape: Sequence[int], dtype: Any) -> torch.Tensor:
+        import torch
+
+        return torch.empty(shape, dtype=dtype, device=self.group.comm.device)
+
+    def _kernel(self, name: str, wire: Wire = PLAIN) -> Kernel:
+        idx_bytes = self._idx_bytes if name in ("ht_count", "ht_prepare") else 8
+        return self.group.ht_kernel(name, self.num_topk, idx_bytes, self.layout, self._alignment, wire)
+
+    def _signature(self, name: str, slot: int, backward: bool, global_ids: int, sent: Sent | None) -> int:
+        config, kind = self.group.config, {"ht_prepare": OpKind.UPDATE, "ht_dispatch": OpKind.DISPATCH, "ht_combine": OpKind.COMBINE}[name]
+        token, recipe, row, beside = (config.token_type, 0, config.row_bytes, 0) if sent is None else (
+            sent.token_code, sent.code, sent.wire.sent_bytes, sent.wire.scale_bytes)
+        return Signature(kind, self.layout, token, recipe, slot, self.num_topk, row // 16, global_ids, beside // 16, int(backward),
+                         self._alignment.bit_length() - 1).pack()
+
+    def _launch(self, name: str, slot: int, backward: bool, status: int, own: tuple[int, ...], tensors: Sequence[torch.Tensor],
+                kernel: Kernel | None = None, global_ids: int = 0, sent: Sent | None = None) -> None:
+        """Submit one operation; `own` are the kernel's values after the maps."""
+        group = self.group
+        key = (name, slot, backward, global_ids, sent)
+        fixed = self._values.get(key)
+        if fixed is None:
+            local, record = group.addresses()
+            where = () if name == "ht_prepare" else (group.map.slot(slot), local + group.local_map.header(slot))
+            fixed = self._values[key] = ((group.window.handle, group.rank, local, record, self._maps.data_ptr()),
+                                         (*where, self.id, self._signature(name, slot, backward, global_ids, sent)))
+        values = (*fixed[0], *own, *fixed[1], status, group.config.wait_ns)
+        if group.comm.submit(kernel or self._kernel(name), values, group.num_blocks, name, tensors, refusing=status != Status.GO):
+            group.check()
+
+    def refuse(self, name: str, slot: int, backward: bool, why: int) -> None:
+        """Internal: take part in an operation this rank refuses, so that all ranks refuse it and epochs stay equal."""
+        self._launch(name, slot, backward, Status.REFUSED << 24 | why, (0,) * OWN_VALUES[name], ())
+
+
+class _Refusing:
+    """Turns an exception into a refusal all ranks see, then lets it rise."""
+
+    def __init__(self, handle: HTHandle, name: str, slot: int, backward: bool) -> None:
+        self.handle, self.name, self.slot, self.backward = handle, name, slot, backward
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, exc_type: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not getattr(error, "everywhere", False) and not self.handle.group.comm.capturing():
+            try:
+                self.handle.refuse(self.name, self.slot, self.backward, refusal_of(error))
+            except EpRefusedError:   # another rank refuses the same call; my own error says more
+                pass
+
+
+def _known_layout(layout: Layout) -> Layout:
+    layout = _member("layout", Layout, layout)
+    if layout not in (Layout.FLAT, Layout.EXPERT_MAJOR):
+        raise ValueError(f"layout must be FLAT or EXPERT_MAJOR for a HIGH_THROUGHPUT group, got {layout.name}")
+    return layout
+
+
+def _without(what: str, *unwanted: tuple[str, Any]) -> None:
+    for name, value in unwanted:
+        if value is not None:
+            raise ValueError(f"{name} must be left out of {what}, got {type(value).__name__}")
