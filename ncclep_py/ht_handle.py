@@ -142,6 +142,9 @@ class HTHandle:
             check_tokens("topk_idx", topk_idx.shape[0], config.max_dispatch_tokens_per_rank)
             self._seen.passed("topk_idx", topk_idx)
         if config.checked:
+            if self.group.comm.capturing():
+                raise EpError("GroupConfig.checked reads expert ids on the host, which is impossible during graph capture: capture on a group "
+                              "without it")
             check_ids("topk_idx", topk_idx, config.num_experts)
 
     def _check_counts(self, info: LayoutInfo) -> tuple[torch.Tensor | None, ...]:
@@ -468,6 +471,7 @@ class HTHandle:
         group, rows = self.group, min(int(source.shape[0]), int(target.shape[0]))
         row_bytes = source.element_size() * (int(source.shape[1]) if source.ndim > 1 else 1)
         values = (self._maps.data_ptr(), source.data_ptr(), target.data_ptr(), rows, row_bytes)
+        group.keep(source, target)
         group.comm.run_local(self._kernel("ht_copy"), values, group.num_blocks, "ht_copy", (source, target))
 
     # ---- inside ------------------------------------------------------------------------------------------------------
@@ -521,6 +525,7 @@ class HTHandle:
             fixed = self._values[key] = ((group.window.handle, group.rank, local, record, self._maps.data_ptr()),
                                          (*where, self.id, self._signature(name, slot, backward, global_ids, sent)))
         values = (*fixed[0], *own, *fixed[1], status, group.config.wait_ns)
+        group.keep(tensors, self._maps)
         if group.comm.submit(kernel or self._kernel(name), values, group.num_blocks, name, tensors, refusing=status != Status.GO):
             group.check()
 
