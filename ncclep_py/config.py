@@ -172,6 +172,8 @@ class GroupConfig:
         timeout_ns: nanoseconds a device-side wait may last; AUTO is 100 s, as in the reference.
         enable_mask: LL: go on without ranks that do not come within ``timeout_ns`` (`Group.mask_query` and what follows it); at most 29 ranks. Its
             kernels are others than those of groups without.
+        zero_copy: AUTO: rows given in windows of `Group.create_window` are used where they are, plain tensors copied; OFF: windows are copied, too;
+            ON: a tensor that would have to be copied is refused. (Outputs left out live in the group's window in every mode.)
         checked: look at expert ids on the host before a dispatch (costs a host synchronisation) and raise if one is >= num_experts.
         max_token_bytes: most bytes of one dispatched row and its scales (QUANT_FWD); if set it must be at least ``hidden * itemsize``, which is what
             AUTO means.
@@ -193,6 +195,7 @@ class GroupConfig:
     enable_mask: bool = False
     checked: bool = False
     max_token_bytes: int = AUTO
+    zero_copy: ZeroCopyMode = ZeroCopyMode.AUTO
     overflow_policy: OverflowPolicy = OverflowPolicy.AUTO
 
     def __post_init__(self) -> None:
@@ -216,6 +219,7 @@ class GroupConfig:
             raise ValueError(f"enable_mask must be False for {self.algorithm.name}; only LOW_LATENCY has masks")
         if self.enable_mask and self.num_staging_slots:
             raise NotImplementedError("enable_mask is not built yet for staged operations; set num_staging_slots to 0")
+        object.__setattr__(self, "zero_copy", _member("zero_copy", ZeroCopyMode, self.zero_copy))
         if self.num_topk > self.num_experts:
             raise ValueError(f"num_topk must be at most num_experts = {self.num_experts}, got {self.num_topk}")
         if self.row_bytes % ROW_ALIGNMENT:

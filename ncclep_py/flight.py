@@ -31,6 +31,7 @@ class Flight:
         result: what the call returned, and `complete` returns again.
         copies: (caller's plain tensor, what to copy into it at the end).
         sent: a dispatch's recipe.
+        place: number of the user window a dispatch writes to, -1 for its slot.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Flight:
     result: Any
     copies: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     sent: Sent | None = None
+    place: int = -1
 
 
 def take_stage(group: Group, handle_id: int) -> int:
@@ -52,14 +54,15 @@ def take_stage(group: Group, handle_id: int) -> int:
     return stage
 
 
-def fixed_values(handle: Handle, name: str, slot: int, stage: int, sent: Sent | None) -> tuple[int, ...]:
+def fixed_values(handle: Handle, name: str, slot: int, stage: int, sent: Sent | None, place: int) -> tuple[int, ...]:
     """What follows an operation's own values in the kernels of ``ll_staged`` but the send half of dispatch, up to ``status`` or ``timeout``."""
     group = handle.group
     plan, own, (local, _) = group.map, group.local_map, group.addresses()
     if name == "ll_rank_major_complete":
         return (plan.slot(slot), local + own.header(slot), local + own.keep(slot), local + own.flight(slot), plan.arrival(slot))
     if name == "ll_dispatch_complete":
-        signature = group.signature(OpKind.STAGED_DISPATCH, handle.layout, slot, handle.num_topk, False, sent)
+        named = slot if place < 0 else group.config.num_slots + place
+        signature = group.signature(OpKind.STAGED_DISPATCH, handle.layout, named, handle.num_topk, False, sent)
         return (local + own.header(slot), local + own.flight(slot), plan.flight(slot), signature)
     flight = group.config.num_slots + stage
     flying, released = (local + own.flight(flight), plan.flight(flight)), plan.release(stage)

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ncclep_py.communicator import Communicator, Kernel
+from ncclep_py.communicator import Communicator, Kernel, SymmetricWindow
 from ncclep_py.config import Algorithm, GroupConfig, HandleConfig, Layout
 from ncclep_py.errors import Code, EpClosedError, EpError, EpMaskedError, EpRefusedError, ErrorRecord
 from ncclep_py.masking import Masking
@@ -30,6 +30,8 @@ __all__ = ["Group"]
 
 FIRST_EPOCH = 1
 MAX_DEFAULT_BLOCKS = 64
+MAX_PLACES = 64
+"""Payload slots and user windows an operation can name (`signature.Signature.slot`)."""
 
 
 class Group(Masking):
@@ -57,6 +59,7 @@ class Group(Masking):
         self.slot_combined: list[bool] = [False] * config.num_slots
         self.staging_owner: list[int] = [0] * config.num_staging_slots   # handle id while a staged combine is in flight, 0: free
         self._captured: list[Any] = []
+        self.user_windows: list[SymmetricWindow] = []
         self._closed = False
         self.start_at(FIRST_EPOCH)
         comm.barrier()
@@ -146,13 +149,39 @@ class Group(Masking):
         """Internal: addresses of the local block and of the error record."""
         return self._local.data_ptr(), self._record.data_ptr()
 
+    def create_window(self, num_bytes: int) -> SymmetricWindow:
+        """Memory that all ranks can address, for rows of the caller's own. Collective and blocking; not during graph capture.
+
+        A tensor over its first bytes (``window.memory[:n].view(dtype).view(shape)``) can be given as ``outputs.tokens`` of dispatch, where peers then
+        write to it directly, and as ``inputs.tokens`` of combine, where they read from it; on all ranks alike. One tensor per window. Nothing tells
+        the library when such rows are used: after a combine peers may still be reading them, so write to them again only after a later operation
+        of the group that is not the complete half of a staged one. Costs `num_bytes` on every rank, until the group is closed.
+
+        Args:
+            num_bytes: size on every rank, the same on all.
+        """
+        self._check_open("create_window")
+        if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 1:
+            raise ValueError(f"num_bytes must be an int of at least 1, got {num_bytes!r}")
+        if self.comm.capturing():
+            raise EpError("a window cannot be created during graph capture, since it must be allocated and registered: create it before capturing")
+        sizes = self.comm.exchange(num_bytes)
+        if len(set(sizes)) > 1:
+            raise ValueError("num_bytes must be the same on all ranks: " + ", ".join(f"rank {r} has {n}" for r, n in enumerate(sizes)))
+        index = len(self.user_windows)
+        if self.config.num_slots + index >= MAX_PLACES:
+            raise ValueError(f"a group has at most {MAX_PLACES} slots and windows, this one has {self.config.num_slots} and {index}")
+        self.user_windows.append(self.comm.create_window(num_bytes, [(f"SLOT_OF_USER{index}", 0, num_bytes)]))
+        return self.user_windows[index]
+
     def rendezvous(self, kind: OpKind) -> None:
         """Internal: an operation that only meets: afterwards no rank is still pulling rows of an earlier operation from me."""
         kernel = self.kernel("ll_combine", self.config.num_topk, 8)
         local, record = self.addresses()
         header = local + self.local_map.header(self.config.num_slots)
         signature = self.signature(kind, 0, 0, self.config.num_topk)
-        values = (self._window.handle, self.rank, local, record, 0, 0, 0, self.map.slots, local, header, 0, signature, 0, self.config.wait_ns)
+        window = self._window.handle
+        values = (window, self.rank, local, record, 0, 0, 0, window, self.map.slots, local, header, 0, signature, 0, self.config.wait_ns)
         self.comm.submit(kernel, values, self.num_blocks, kind.name.lower(), ())
 
     def keep(self, *held: Any) -> None:
@@ -232,7 +261,8 @@ class Group(Masking):
             self._captured.clear()
             self._closed = True
             if not lost:
-                self._window.close()
+                for window in (*self.user_windows, self._window):
+                    window.close()
 
     def __enter__(self) -> Group:
         return self

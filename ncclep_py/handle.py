@@ -25,8 +25,19 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ncclep_py.arguments import Seen, check_ids, check_tensor, check_tokens, refusal_of, refused, stale
-from ncclep_py.config import CombineConfig, CombineQuant, DispatchConfig, DispatchQuant, ExpertIdKind, HandleConfig, Layout, PassDir, _member
+from ncclep_py.arguments import ALIGNMENT, Seen, check_ids, check_tensor, check_tokens, refusal_of, refused, stale
+from ncclep_py.config import (
+    CombineConfig,
+    CombineQuant,
+    DispatchConfig,
+    DispatchQuant,
+    ExpertIdKind,
+    HandleConfig,
+    Layout,
+    PassDir,
+    ZeroCopyMode,
+    _member,
+)
 from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, Status
 from ncclep_py.flight import SENDS, Flight, fixed_values, take_stage
 from ncclep_py.recipes import Sent, check_recipe
@@ -168,13 +179,14 @@ class Handle:
         self._routing_views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dispatch_name = "ll_rank_major_dispatch" if self._rank_major else "ll_dispatch"
         self._dtype = group.config.token_type.torch_dtype()
-        self._constants: dict[tuple[str, int, int, Sent | None], tuple[int, ...]] = {}
+        self._constants: dict[tuple[str, int, int, Sent | None, int], tuple[int, ...]] = {}
+        self._counters: Any = None
         self._sent_views: dict[tuple[int, int, Any, int], torch.Tensor] = {}
         self._flight: Flight | None = None
         self._stage = 0
         self._send_name = "ll_rank_major_send" if self._rank_major else "ll_dispatch_send"
         halves = (self._send_name, SENDS[self._send_name], "ll_combine_send", "ll_combine_complete")
-        for name in (self._dispatch_name, "ll_combine", *(halves if group.config.num_staging_slots else ())):
+        for name in (self._dispatch_name, "ll_combine", "ll_copy", *(halves if group.config.num_staging_slots else ())):
             self._kernel(name)
         if topk_idx is not None:
             self.update(topk_idx)
@@ -234,6 +246,7 @@ class Handle:
             if topk_idx is not None:
                 self.update(topk_idx)
             sent = self._check_dispatch(given, weights, made, counts, config or DispatchConfig(), slot)
+            place = self._place("outputs.tokens", made.tokens, slot, sent is None)
         tokens, idx = given.tokens, self._topk_idx
         assert idx is not None   # checked above
         num_tokens = int(tokens.shape[0])
@@ -244,18 +257,19 @@ class Handle:
                 counts.src_rank_counters = self._new((self.group.num_ranks,), "int32")
             counters, global_ids = counts.src_rank_counters, counts.recv_topk_idx_kind is ExpertIdKind.GLOBAL
             own: tuple[int, ...] = (tokens.data_ptr(), idx.data_ptr(), weights.data_ptr(), num_tokens, counters.data_ptr(), int(global_ids), scales)
-            self._launch(name, slot, Status.GO, own, (tokens, idx, weights, counters, *beside), global_ids, sent)
+            self._launch(name, slot, Status.GO, own, (tokens, idx, weights, counters, *beside), global_ids, sent, place)
         else:
             if counts.expert_counters is None:
                 counts.expert_counters = self._new((self.group.map.num_local_experts,), "int32")
             own = (tokens.data_ptr(), idx.data_ptr(), num_tokens, counts.expert_counters.data_ptr())
-            self._launch(name, slot, Status.GO, (*own, scales), (tokens, idx, counts.expert_counters, *beside), False, sent)
+            self._launch(name, slot, Status.GO, (*own, scales), (tokens, idx, counts.expert_counters, *beside), False, sent, place)
         self._num_tokens = num_tokens   # only now: a dispatch known to be refused leaves the earlier one to combine
+        self._counters = counts.src_rank_counters if self._rank_major else counts.expert_counters
         copies: list[tuple[Any, Any]] = []
         received = self._rows(slot) if sent is None else self._sent(slot, 0, sent.dtype, sent.width)
         if made.tokens is None:
             made.tokens = received
-        elif made.tokens.data_ptr() != received.data_ptr():
+        elif place < 0 and made.tokens.data_ptr() != received.data_ptr():
             copies.append((made.tokens, received))
         if sent is not None:
             received = self._sent(slot, self._scales_at(sent), sent.scale_dtype, sent.scale_width)
@@ -274,7 +288,7 @@ class Handle:
         if staged:
             mine = (counts.src_rank_counters.data_ptr(),) if self._rank_major and counts.src_rank_counters is not None else ()
             kept = (tokens, idx, weights, *beside, counts.expert_counters, counts.src_rank_counters)
-            self._flight = Flight(SENDS[name], slot, mine, tuple(t for t in kept if t is not None), made, copies, sent)
+            self._flight = Flight(SENDS[name], slot, mine, tuple(t for t in kept if t is not None), made, copies, sent, place)
         else:
             self._copy_all(copies)
         return made
@@ -300,6 +314,7 @@ class Handle:
             check_tensor("tokens", given.tokens, (None, group.config.hidden), (self._dtype,), group.comm.device)
             check_tokens("tokens", given.tokens.shape[0], group.config.max_dispatch_tokens_per_rank)
             check_tensor("tokens", given.tokens, (self._topk_idx.shape[0], group.config.hidden), (self._dtype,), group.comm.device)
+            self._check_outside("tokens", given.tokens)
             seen.passed("tokens", given.tokens)
         if plain and made.tokens is not None:
             check_tensor("outputs.tokens", made.tokens, self._row_shape, (self._dtype,), group.comm.device)
@@ -395,6 +410,7 @@ class Handle:
             self.group.raise_reported()
             _check_kinds(("outputs", outputs, CombineOutputs), ("config", config, CombineConfig))
             self._check_combine(given, made, weights, config or CombineConfig(), slot)
+            place = -1 if staged else self._place("inputs.tokens", given.tokens, slot, True)   # a send half pushes rows from wherever they are
         if made.tokens is None:
             made.tokens = self._new((self._num_tokens, self.group.config.hidden), None)
         if staged:
@@ -404,13 +420,14 @@ class Handle:
             self._flight = Flight(SENDS[name], self._stage, own, held, made.tokens)
             return made.tokens
         rows = self._rows(slot)
-        if given.tokens.data_ptr() != rows.data_ptr():
-            rows.copy_(given.tokens.detach())
-            self.group.keep(given.tokens)
+        if place < 0 and given.tokens.data_ptr() != rows.data_ptr():
+            self._copy_all([(rows, given.tokens)])
         if self._rank_major:
-            self._launch("ll_combine", slot, Status.GO, (0, made.tokens.data_ptr(), self._num_tokens), (made.tokens,))
+            self._launch("ll_combine", slot, Status.GO, (0, made.tokens.data_ptr(), self._num_tokens), (made.tokens,),
+                         place=place)
         else:
-            self._launch("ll_combine", slot, Status.GO, (weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens), (weights, made.tokens))
+            self._launch("ll_combine", slot, Status.GO, (weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens), (weights, made.tokens),
+                         place=place)
         return made.tokens
 
     def expert_rows(self) -> torch.Tensor:
@@ -445,6 +462,7 @@ class Handle:
             seen.passed("topk_weights", weights)
         if made.tokens is not None and (not seen.same("combined", made.tokens) or made.tokens.shape[0] != self._num_tokens):
             check_tensor("outputs.tokens", made.tokens, (self._num_tokens, group.config.hidden), (self._dtype,), group.comm.device)
+            self._check_outside("outputs.tokens", made.tokens)
             seen.passed("combined", made.tokens)
 
     def _check_place(self, name: str, rows: torch.Tensor, slot: int, offset: int = 0) -> None:
@@ -453,6 +471,28 @@ class Handle:
         if 0 <= at < self.group.window.num_bytes and at != plan.slot(slot) + offset:
             held = (at - plan.slots) // plan.slot_bytes
             raise stale(f"{name} lies in slot {held} of the window, but this handle's last dispatch filled slot {slot}")
+
+    def _check_outside(self, name: str, value: torch.Tensor) -> None:
+        """Refuse a tensor that no peer should see."""
+        for window in (self.group.window, *self.group.user_windows):
+            if value.numel() and -value.nbytes < value.data_ptr() - window.address < window.num_bytes:
+                raise refused(ValueError(f"{name} must not lie in a window, where other ranks read and write meanwhile; give a tensor of your own"),
+                              Refusal.MEMORY)
+
+    def _place(self, name: str, rows: Any, slot: int, whole: bool) -> int:
+        """Number of the user window that `rows` fill, or -1: the rows are in the slot, or copied from or to it. `whole`: as they are, no recipe."""
+        group, mode = self.group, self.group.config.zero_copy
+        if rows is None or rows.data_ptr() == self._rows(slot).data_ptr():
+            return -1
+        index = next((i for i, w in enumerate(group.user_windows) if 0 <= rows.data_ptr() - w.address < w.num_bytes), -1)
+        if index >= 0 and rows.data_ptr() != group.user_windows[index].address:
+            at = rows.data_ptr() - group.user_windows[index].address
+            raise refused(ValueError(f"{name} must begin with the first byte of its window, got byte {at} of window {index}; create a window for "
+                                     "each tensor"), Refusal.MEMORY)
+        if mode is ZeroCopyMode.ON and (index < 0 or not whole):
+            raise refused(ValueError(f"{name} must be left out or lie in a window of Group.create_window, since zero_copy is ON; got "
+                                     f"{'rows of a recipe' if index >= 0 else 'a plain tensor'}, which would be copied"), Refusal.MEMORY)
+        return index if whole and mode is not ZeroCopyMode.OFF else -1
 
     def complete(self, config: Any = None) -> Any:
         """Enqueue the complete half of this handle's staged operation (``send_only``); without one, nothing happens. Stream-ordered.
@@ -472,15 +512,16 @@ class Handle:
             return None
         if flight.name == "ll_combine_complete":
             self.group.staging_owner[flight.slot] = 0
-        self._land(flight.name, flight.slot, flight.own, flight.tensors, flight.sent)
+        self._land(flight.name, flight.slot, flight.own, flight.tensors, flight.sent, flight.place)
         self._copy_all(flight.copies)
         self.group.raise_reported()
         return flight.result
 
-    def _land(self, name: str, slot: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...], sent: Sent | None = None) -> None:
+    def _land(self, name: str, slot: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...], sent: Sent | None = None,
+              place: int = -1) -> None:
         """Submit a complete half."""
         group = self.group
-        values = (*self._fixed(name, slot, slot, False, sent), group.config.wait_ns)
+        values = (*self._fixed(name, slot, slot, False, sent, place), group.config.wait_ns)
         blocks = group.num_blocks if name == "ll_combine_complete" else 1
         group.keep(tensors)
         group.comm.submit(self._kernel(name), (*values[:4], *own, *values[4:]), blocks, name, tensors)
@@ -523,13 +564,18 @@ class Handle:
             raise ValueError("send_only needs staging slots: set GroupConfig.num_staging_slots, two per operation in flight")
 
     def _copy_all(self, copies: Sequence[tuple[Any, Any]]) -> None:
-        """Copy rows of any dtype, also of those torch can only move as bytes, into a caller's plain tensors."""
+        """Copy between slots and plain tensors ``[planes, rows, width]``: of rows of whole vectors those that were received, else everything."""
         import torch
 
         for to, rows in copies:
-            to.detach().view(torch.uint8).copy_(rows.detach().view(torch.uint8))
+            width = rows.shape[2] * rows.element_size()
+            if width % ALIGNMENT == 0 and to.data_ptr() % ALIGNMENT == 0:
+                values = (rows.data_ptr(), to.data_ptr(), self._counters.data_ptr(), rows.shape[0], rows.shape[1], width)
+                self.group.comm.run_local(self._kernel("ll_copy"), values, self.group.num_blocks, "ll_copy", (to, rows, self._counters))
+            else:
+                to.detach().view(torch.uint8).copy_(rows.detach().view(torch.uint8))
         if copies:
-            self.group.keep(copies)
+            self.group.keep(copies, self._counters)
 
     def _take_slot(self) -> int:
         """A slot for a new dispatch, by the same rule on every rank: this handle's own if it still has one, else the first free one."""
@@ -593,10 +639,10 @@ class Handle:
         return self.group.kernel(name, self.num_topk, self._idx_bytes if name in (self._dispatch_name, self._send_name) else 8, self.layout, wire)
 
     def _launch(self, name: str, slot: int, status: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...], global_ids: bool = False,
-                sent: Sent | None = None) -> None:
+                sent: Sent | None = None, place: int = -1) -> None:
         """Submit one operation; `own` are the kernel's values between the record and the slot."""
         group = self.group
-        fixed = self._fixed(name, slot, self._stage, global_ids, sent)
+        fixed = self._fixed(name, slot, self._stage, global_ids, sent, place)
         values = (*fixed[:4], *own, *fixed[4:], status, group.config.wait_ns)
         kernel = self._kernel(name, None if sent is None else sent.wire)
         group.keep(tensors)
@@ -607,28 +653,32 @@ class Handle:
         if refused_here:
             group.check()
 
-    def _fixed(self, name: str, slot: int, stage: int, global_ids: bool = False, sent: Sent | None = None) -> tuple[int, ...]:
-        key = (name, slot, stage if "combine" in name else int(global_ids), sent)
+    def _fixed(self, name: str, slot: int, stage: int, global_ids: bool = False, sent: Sent | None = None, place: int = -1) -> tuple[int, ...]:
+        key = (name, slot, stage if name in ("ll_combine_send", "ll_combine_complete") else int(global_ids), sent, place)
         fixed = self._constants.get(key)
         if fixed is None:
-            fixed = self._constants[key] = self._fixed_values(name, slot, stage, global_ids, sent)
+            fixed = self._constants[key] = self._fixed_values(name, slot, stage, global_ids, sent, place)
         return fixed
 
-    def _fixed_values(self, name: str, slot: int, stage: int, global_ids: bool, sent: Sent | None) -> tuple[int, ...]:
+    def _fixed_values(self, name: str, slot: int, stage: int, global_ids: bool, sent: Sent | None, place: int) -> tuple[int, ...]:
         """Kernel values that never change for a slot: first those before, then those after an operation's own."""
         group = self.group
         local, record = group.addresses()
         first = (group.window.handle, group.rank, local, record)
         if name not in (self._dispatch_name, self._send_name, "ll_combine"):
-            return first + fixed_values(self, name, slot, stage, sent)
+            return first + fixed_values(self, name, slot, stage, sent, place)
         plan, own, staged = group.map, group.local_map, name == self._send_name
         kind = OpKind.COMBINE if name == "ll_combine" else OpKind.STAGED_DISPATCH if staged else OpKind.DISPATCH
         more: tuple[int, ...] = ()
         if kind is not OpKind.COMBINE:
             words = (plan.arrival(slot) if staged else plan.arrived) if self._rank_major else plan.flight(slot) if staged else 0
             more = (plan.origin(slot), local + own.keep(slot), local + own.flight(slot) if staged else 0, words)
-        return (*first, plan.slot(slot), local + own.table(slot), local + own.header(slot), *more, self.id,
-                group.signature(kind, self.layout, slot, self.num_topk, global_ids, sent))
+        where = (group.window.handle, plan.slot(slot)) if place < 0 else (group.user_windows[place].handle, 0)
+        if self._rank_major and kind is not OpKind.COMBINE:
+            where = (*where, plan.slot(slot))
+        named = slot if place < 0 else group.config.num_slots + place
+        return (*first, *where, local + own.table(slot), local + own.header(slot), *more, self.id,
+                group.signature(kind, self.layout, named, self.num_topk, global_ids, sent))
 
     def refuse(self, name: str, slot: int, why: int) -> None:
         """Internal: take part in an operation this rank refuses, so that all ranks refuse it and epochs stay equal."""

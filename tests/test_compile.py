@@ -118,7 +118,7 @@ def test_kernel_fits_on_other_architectures(name, arch):
 def test_rows_move_in_16_byte_vectors():
     ptx = toolchain.compile_device("sm_90", "ptx").decode()
     bodies = {m[1]: m[2] for m in re.finditer(r"ep_(\w+)\([^{]*\{(.*?)\n\}", ptx, re.DOTALL)}
-    for name in ("scatter_row", "gather_row", "sum_row", "push_row", "reduce_row"):
+    for name in ("scatter_row", "gather_row", "sum_row", "push_row", "reduce_row", "copy_row"):
         loads, stores = re.findall(r"\bld\.global\S*\.v4\.u32", bodies[name]), re.findall(r"\bst\.global\S*\.v4\.u32", bodies[name])
         narrow = re.findall(r"\bst(?:\.global)?\.[ufb](?:8|16|32|64)\b", bodies[name])
         assert len(loads) >= 4 and len(stores) >= 2 and not narrow

@@ -147,7 +147,8 @@ def test_combine_mutant_is_red(name: str) -> None:
 
 
 # ---- effects -----------------------------------------------------------------------------------------------------------------
-STAGED = {"count_bank", "outcome", "keep_counters", "store_origins", "copy_table", "count_rows", "push_row", "reduce_row"}   # tests/test_staged.py
+STAGED = {"count_bank", "outcome", "keep_counters", "store_origins", "copy_table", "count_rows", "push_row", "reduce_row",
+          "copy_row"}   # tests/test_staged.py
 MASKED = {"read_mask", "next_epoch", "publish_join", "wait_joins", "wait_member_counts", "sum_member_counts", "drop_rows", "gather_member_row",
           "settle", "attempt_code", "publish_late", "conclude", "tell_outcome", "await_outcome", "read_verdict", "catch_up", "is_stranded",
           "readmit"}

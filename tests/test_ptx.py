@@ -24,7 +24,7 @@ from ncclep_py.kernels.ops import OPS, Op
 
 POINTERS = ("word", "header", "counter", "fail", "record", "topk_idx", "tokens", "weights", "out", "table", "expert_counters",
             "heads", "arrived", "counts", "slot", "topk_weights", "slot_ids", "slot_weights", "src_rank_counters", "slot_scales", "kept", "copied",
-            "origins", "rows", "staging")
+            "origins", "rows", "staging", "target")
 POINTERS += ("partials", "hits", "kept_rows", "routes", "place_table", "zones", "expert_offsets", "unpadded", "total", "recv_idx", "recv_weights",
              "grads", "source", "target")
 POINTERS += ("joins", "details", "votes", "members", "masked_at", "outcome", "waited", "notice")
@@ -355,7 +355,7 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
                              MAY_FAIL | {"op_code", "publish_abort", "outcome", "await_outcome", "attempt_code"}),
     "FAIL is claimed within a block": (None, "atom.relaxed.gpu.global.cas", "atom.relaxed.cta.global.cas", MAY_FAIL),
     "rows of the window through the read-only cache": (None, "ld.global.L1::no_allocate.v4.u32", "ld.global.nc.L1::no_allocate.v4.u32",
-                                                       {"gather_row", "sum_row", "push_row", "reduce_row", "ht_gather_row", "ht_copy_rows",
+                                                       {"gather_row", "sum_row", "copy_row", "push_row", "reduce_row", "ht_gather_row", "ht_copy_rows",
                                                         "gather_member_row"}),
     "publish_join: no fence": ("publish_join", FENCE, "", {"publish_join"}),
     "publish_join: one lane fences": ("publish_join", "  fence_system();", "  if (lane() == 0) fence_system();", {"publish_join"}),

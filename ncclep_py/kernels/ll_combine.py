@@ -17,8 +17,8 @@ from ncclep_py.kernels.shape import KernelShape
 
 __all__ = ["PARAMETERS", "make_ll_combine"]
 
-PARAMETERS = ("window", "rank", "local", "record", "weights", "out", "num_tokens", "slot", "table", "header", "handle", "signature", "status",
-              "timeout")
+PARAMETERS = ("window", "rank", "local", "record", "weights", "out", "num_tokens", "payload", "slot", "table", "header", "handle", "signature",
+              "status", "timeout")
 """Run-time values of a launch, all 64-bit integers."""
 
 
@@ -34,7 +34,8 @@ def make_ll_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
     check_header, last_block, op_code = ops.check_header, ops.last_block, ops.op_code
 
-    def ll_combine(window, rank, local, record, weights, out, num_tokens, slot, table, header, handle, signature, status, timeout):  # noqa: ANN001, ANN202
+    def ll_combine(window, rank, local, record, weights, out, num_tokens, payload, slot, table, header, handle, signature,  # noqa: ANN001, ANN202
+                   status, timeout):
         epoch, fail = read_epoch(local + EPOCH), local + FAIL
         # ---- 1 head: my experts' rows are written ----------------------------------------------------------------------
         if block_idx() == 0:
@@ -49,9 +50,9 @@ def make_ll_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
             begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
             for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
                 if RANK_MAJOR:
-                    sum_row(window, slot, table, out, token, TOPK, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop)
+                    sum_row(payload, slot, table, out, token, TOPK, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop)
                 else:
-                    gather_row(window, slot, table, weights, out, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop)
+                    gather_row(payload, slot, table, weights, out, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop)
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)
             if warp_idx() == 0:

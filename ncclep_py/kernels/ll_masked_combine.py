@@ -32,7 +32,8 @@ def make_ll_masked_combine(shape: KernelShape, ops: Vocabulary) -> Callable[...,
         ops.publish_join, ops.wait_joins, ops.check_header, ops.last_block, ops.attempt_code)
     conclude, tell_outcome, await_outcome = ops.conclude, ops.tell_outcome, ops.await_outcome
 
-    def ll_masked_combine(window, rank, local, record, weights, out, num_tokens, slot, table, header, handle, signature, status, timeout):  # noqa: ANN001, ANN202
+    def ll_masked_combine(window, rank, local, record, weights, out, num_tokens, payload, slot, table, header, handle,  # noqa: ANN001, ANN202
+                          signature, status, timeout):
         fail, waited = local + FAIL, local + WAITED
         begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
         for attempt in range(ATTEMPTS):
@@ -50,7 +51,7 @@ def make_ll_masked_combine(shape: KernelShape, ops: Vocabulary) -> Callable[...,
             # ---- 3 rows ------------------------------------------------------------------------------------------------
             if code == 0:
                 for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
-                    gather_member_row(window, slot, table, weights, out, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop,
+                    gather_member_row(payload, slot, table, weights, out, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop,
                                       mask)
             if last_block(local + BLOCKS_DONE) == 1:
                 failed = attempt_code(fail, epoch)

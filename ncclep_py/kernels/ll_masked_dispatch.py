@@ -39,8 +39,8 @@ def make_ll_masked_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[...
     publish_late, store_header, conclude, tell_outcome, await_outcome = (
         ops.publish_late, ops.store_header, ops.conclude, ops.tell_outcome, ops.await_outcome)
 
-    def ll_masked_dispatch(window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, slot, table, header,  # noqa: ANN001, ANN202
-                           origins, kept, flight, flying, handle, signature, status, timeout):
+    def ll_masked_dispatch(window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, payload, place, table,  # noqa: ANN001, ANN202
+                           header, origins, kept, flight, flying, handle, signature, status, timeout):
         fail, waited = local + FAIL, local + WAITED
         first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
         begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
@@ -67,12 +67,12 @@ def make_ll_masked_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[...
                     drop_rows(TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, part, table, mask)
                 for token in range(warp_token(num_tokens), end, token_step(num_tokens)):
                     if QUANTISE:
-                        quantise_row(window, slot, slot + SCALES, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin,
+                        quantise_row(payload, place, place + SCALES, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin,
                                      stop)
                     else:
-                        scatter_row(window, slot, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
+                        scatter_row(payload, place, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
                         if SCALE_BYTES > 0:
-                            scatter_row(window, slot + SCALES, scales, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES,
+                            scatter_row(payload, place + SCALES, scales, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES,
                                         begin_vector(num_tokens, SCALE_BYTES), end_vector(num_tokens, SCALE_BYTES))
             # ---- 5 arrived and commit ----------------------------------------------------------------------------------
             if last_block(local + BLOCKS_DONE) == 1:

@@ -17,8 +17,10 @@ from ncclep_py.memory_map import FLIGHT_FAIL
 __all__ = ["PARAMETERS", "make_ll_rank_major_dispatch"]
 
 PARAMETERS = ("window", "rank", "local", "record", "tokens", "topk_idx", "topk_weights", "num_tokens", "src_rank_counters", "global_ids",
-              "scales", "slot", "table", "header", "origins", "kept", "flight", "arrived", "handle", "signature", "status", "timeout")
-"""Run-time values of a launch, all 64-bit integers. `arrived`: window offset of the words that say so; `flight`: only of a send half."""
+              "scales", "payload", "place", "slot", "table", "header", "origins", "kept", "flight", "arrived", "handle", "signature", "status",
+              "timeout")
+"""Run-time values of a launch, all 64-bit integers. `payload`, `place`: the window and offset of the rows, the group's own or a user's (ids and
+weights are in `slot`); `arrived`: window offset of the words that say so; `flight`: only of a send half."""
 
 
 def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = False) -> Callable[..., None]:
@@ -42,7 +44,8 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary, send_only: 
     store_origins, keep_counters = ops.store_origins, ops.keep_counters
 
     def ll_rank_major_dispatch(window, rank, local, record, tokens, topk_idx, topk_weights, num_tokens, src_rank_counters,  # noqa: ANN001, ANN202
-                               global_ids, scales, slot, table, header, origins, kept, flight, arrived, handle, signature, status, timeout):
+                               global_ids, scales, payload, place, slot, table, header, origins, kept, flight, arrived, handle, signature,
+                               status, timeout):
         epoch, fail = read_epoch(local + EPOCH), flight + FLIGHT_FAIL if SEND else local + FAIL
         first, end = first_token(num_tokens), end_token(num_tokens)
         # ---- 1 head: everything my stream did before is done ---------------------------------------------------------
@@ -59,11 +62,11 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary, send_only: 
             begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
             for token in range(warp_token(num_tokens), end, token_step(num_tokens)):
                 if QUANTISE:
-                    quantise_row(window, slot, slot + SCALES, tokens, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
+                    quantise_row(payload, place, place + SCALES, tokens, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
                 else:
-                    scatter_row(window, slot, tokens, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
+                    scatter_row(payload, place, tokens, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
                     if SCALE_BYTES > 0:
-                        scatter_row(window, slot + SCALES, scales, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, SCALE_BYTES,
+                        scatter_row(payload, place + SCALES, scales, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, SCALE_BYTES,
                                     begin_vector(num_tokens, SCALE_BYTES), end_vector(num_tokens, SCALE_BYTES))
                 if begin == 0:
                     if stop > 0:   # of a row's pieces exactly one

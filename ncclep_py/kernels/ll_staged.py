@@ -114,7 +114,7 @@ def make_ll_combine_send(shape: KernelShape, ops: Vocabulary) -> Callable[..., N
         if code == 0:
             if status == 0:
                 copy_table(table, copied, num_tokens, TOPK)
-                num_rows = count_rows(kept, PLANES)
+                num_rows = count_rows(kept, PLANES, PLANE_ROWS)
                 begin, stop = begin_vector(num_rows, ROW_BYTES), end_vector(num_rows, ROW_BYTES)
                 for row in range(warp_token(num_rows), end_token(num_rows), token_step(num_rows)):
                     push_row(window, origins, rows, staging, row, PLANES, PLANE_ROWS, rank, PLACES, ROW_BYTES, begin, stop)

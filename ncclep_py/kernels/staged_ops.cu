@@ -27,14 +27,14 @@ OP ep_copy_table(i64 table, i64 copied, i64 num_tokens, i64 num_topk) {
   return 0;
 }
 
-OP ep_count_rows(i64 kept, i64 num_planes) {
+OP ep_count_rows(i64 kept, i64 num_planes, i64 plane_rows) {
   u32* before = total_rows();   // [L + 1]
   __syncthreads();              // whoever used this memory before is done
   if (warp() == 0) {
     u32 sum = 0;
     for (int base = 0; base < num_planes; base += 32) {
       int l = base + lane();
-      u32 mine = l < num_planes ? u32(((const int*)kept)[l]) : 0, up = mine;
+      u32 mine = l < num_planes ? u32(min(max(((const int*)kept)[l], 0), int(plane_rows))) : 0, up = mine;
       #pragma unroll
       for (int d = 1; d < 32; d *= 2) { u32 below = __shfl_up_sync(~0u, up, d); if (lane() >= d) up += below; }
       if (l < num_planes) before[l] = sum + up - mine;
@@ -46,22 +46,34 @@ OP ep_count_rows(i64 kept, i64 num_planes) {
   return before[num_planes];
 }
 
-OP ep_push_row(i64 window, i64 origins, i64 rows, i64 staging, i64 row, i64 num_planes, i64 plane_rows, i64 rank, i64 places, i64 row_bytes,
-               i64 begin_vector, i64 end_vector) {
-  const int IN_FLIGHT = 7;
+INLINE i64 place_of(u32 row, int num_planes, i64 plane_rows) {   // of a row that counts over the planes, after ep_count_rows
   const u32* before = total_rows();
-  int low = 0, high = int(num_planes);   // the last plane whose first row is not beyond `row`
-  while (high - low > 1) { int middle = (low + high) / 2; if (before[middle] <= u32(row)) low = middle; else high = middle; }
-  i64 place = i64(low) * plane_rows + (row - before[low]);
-  u32 origin = *(const u32*)peer_at(window, origins + 4 * place, rank), source = origin / u32(places);
-  u64 to = peer_at(window, staging + i64(origin - source * u32(places)) * row_bytes, source), from = rows + place * row_bytes;
-  for (int v = int(begin_vector); v < end_vector; v += 32 * IN_FLIGHT) {
+  int low = 0, high = num_planes;   // the last plane whose first row is not beyond `row`
+  while (high - low > 1) { int middle = (low + high) / 2; if (before[middle] <= row) low = middle; else high = middle; }
+  return i64(low) * plane_rows + (row - before[low]);
+}
+INLINE void move(u64 from, u64 to, int begin, int end) {
+  const int IN_FLIGHT = 7;
+  for (int v = begin; v < end; v += 32 * IN_FLIGHT) {
     uint4 held[IN_FLIGHT];
     #pragma unroll
-    for (int j = 0; j < IN_FLIGHT; ++j) { int i = v + j * 32 + lane(); if (i < end_vector) held[j] = load_row(from + 16 * i); }
+    for (int j = 0; j < IN_FLIGHT; ++j) { int i = v + j * 32 + lane(); if (i < end) held[j] = load_row(from + 16 * i); }
     #pragma unroll
-    for (int j = 0; j < IN_FLIGHT; ++j) { int i = v + j * 32 + lane(); if (i < end_vector) store_row(to + 16 * i, held[j]); }
+    for (int j = 0; j < IN_FLIGHT; ++j) { int i = v + j * 32 + lane(); if (i < end) store_row(to + 16 * i, held[j]); }
   }
+}
+OP ep_copy_row(i64 rows, i64 target, i64 row, i64 num_planes, i64 plane_rows, i64 row_bytes, i64 begin_vector, i64 end_vector) {
+  i64 at = place_of(u32(row), int(num_planes), plane_rows) * row_bytes;
+  move(rows + at, target + at, int(begin_vector), int(end_vector));
+  return 0;
+}
+
+OP ep_push_row(i64 window, i64 origins, i64 rows, i64 staging, i64 row, i64 num_planes, i64 plane_rows, i64 rank, i64 places, i64 row_bytes,
+               i64 begin_vector, i64 end_vector) {
+  i64 place = place_of(u32(row), int(num_planes), plane_rows);
+  u32 origin = *(const u32*)peer_at(window, origins + 4 * place, rank), source = origin / u32(places);
+  u64 to = peer_at(window, staging + i64(origin - source * u32(places)) * row_bytes, source), from = rows + place * row_bytes;
+  move(from, to, int(begin_vector), int(end_vector));
   return 0;
 }
 

@@ -231,6 +231,7 @@ class Program:
                    "num_tokens": self.num_tokens[rank], "table": address + shape.local.table(slot), "header": address + shape.local.header(slot),
                    "handle": handle, "signature": signature.pack(), "status": status, "timeout": self.config.wait_ns,
                    "origins": shape.window.origin(slot), "kept": address + shape.local.keep(slot), "flight": 0, "flying": 0,
+                   "payload": self.window, "place": shape.window.slot(slot),
                    "arrived": shape.window.arrived} | more
         blocks, warps = self.grids[rank]
         self.sim.launch(rank, self.kernels[kind], [values[p] for p in self.parameters[kind]], blocks, warps, label=kind)

@@ -11,7 +11,7 @@ from ncclep_py.simulator.routing_ops import _row
 from ncclep_py.simulator.rows import fma, pack, unpack
 from ncclep_py.simulator.task import Task
 
-__all__ = ["copy_table", "count_bank", "count_rows", "keep_counters", "outcome", "push_row", "reduce_row", "store_origins"]
+__all__ = ["copy_row", "copy_table", "count_bank", "count_rows", "keep_counters", "outcome", "push_row", "reduce_row", "store_origins"]
 
 POISON = 0xA5
 
@@ -79,27 +79,45 @@ def copy_table(call: Call, task: Task, table: int, copied: int, num_tokens: int,
     return call.perform(task, (table, copied, num_tokens, num_topk), {"table": load, "copied": lambda a: a.write(copied + 4 * begin, held)})
 
 
-def count_rows(call: Call, task: Task, kept: int, num_planes: int) -> int:
+def count_rows(call: Call, task: Task, kept: int, num_planes: int, plane_rows: int) -> int:
     """Rows before each plane's first, in shared memory; rows of all."""
     def count(access: Access) -> None:
         if task.warp == 0:
             call.cell(task, "before").write(task)
-            counts = access.read(kept, 4 * num_planes).view(np.int32)
+            counts = access.read(kept, 4 * num_planes).view(np.int32).clip(0, plane_rows)
             task.block.values["before"] = np.concatenate([[0], np.cumsum(counts)])
 
-    call.perform(task, (kept, num_planes), {"kept": count})
+    call.perform(task, (kept, num_planes, plane_rows), {"kept": count})
     call.cell(task, "before").read(task)
     return int(task.block.values["before"][-1])
+
+
+def _place(task: Task, row: int, plane_rows: int) -> int:
+    """Index in its slot of a row that counts over the planes."""
+    before = task.block.values["before"]
+    plane = int(np.searchsorted(before[:-1], row, side="right")) - 1
+    return plane * plane_rows + row - int(before[plane])
+
+
+def copy_row(call: Call, task: Task, rows: int, target: int, row: int, num_planes: int, plane_rows: int, row_bytes: int, begin_vector: int,
+             end_vector: int) -> int:
+    """A piece of a row to another tensor."""
+    at, size = _place(task, row, plane_rows) * row_bytes + 16 * begin_vector, 16 * (end_vector - begin_vector)
+    held = np.zeros(0, np.uint8)
+
+    def load(access: Access) -> None:
+        nonlocal held
+        call.cell(task, "before").read(task)
+        held = access.read(rows + at, size).copy()
+
+    return call.perform(task, (), {"rows": load, "target": lambda a: a.write(target + at, held)})
 
 
 def push_row(call: Call, task: Task, window: int, origins: int, rows: int, staging: int, row: int, num_planes: int, plane_rows: int, rank: int,
              places: int, row_bytes: int, begin_vector: int, end_vector: int) -> int:
     """A piece of a received row to its source."""
     begin, size = 16 * begin_vector, 16 * (end_vector - begin_vector)
-    before = task.block.values["before"]
-    local = int(np.searchsorted(before[:-1], row, side="right")) - 1
-    place = local * plane_rows + row - int(before[local])
-    origin = 0
+    place, origin = _place(task, row, plane_rows), 0
     held = np.zeros(0, np.uint8)
 
     def read_origin(access: Access) -> None:

@@ -1,0 +1,28 @@
+"""Copies the rows there are, and no others, between a slot and a caller's plain tensor. Local: no epoch, no other rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ncclep_py.kernels.ops import Vocabulary
+from ncclep_py.kernels.shape import KernelShape
+
+__all__ = ["PARAMETERS", "make_ll_copy"]
+
+PARAMETERS = ("rows", "target", "counters", "num_planes", "plane_rows", "row_bytes")
+"""Run-time values of a launch, all 64-bit integers: addresses of two tensors ``[planes, rows]`` and of the number of rows in each plane (int32)."""
+
+
+def make_ll_copy(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
+    """The kernel, over one implementation of the vocabulary."""
+    count_rows, copy_row = ops.count_rows, ops.copy_row
+    end_token, warp_token, token_step, begin_vector, end_vector = (
+        ops.end_token, ops.warp_token, ops.token_step, ops.begin_vector, ops.end_vector)
+
+    def ll_copy(rows, target, counters, num_planes, plane_rows, row_bytes):  # noqa: ANN001, ANN202
+        num_rows = count_rows(counters, num_planes, plane_rows)
+        begin, stop = begin_vector(num_rows, row_bytes), end_vector(num_rows, row_bytes)
+        for row in range(warp_token(num_rows), end_token(num_rows), token_step(num_rows)):
+            copy_row(rows, target, row, num_planes, plane_rows, row_bytes, begin, stop)
+
+    return ll_copy
