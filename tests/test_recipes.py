@@ -369,10 +369,10 @@ SCALES_PIECE = "begin_vector(num_tokens, SCALE_BYTES), end_vector(num_tokens, SC
 MUTANTS = {
     "no scale rows": [("if SCALE_BYTES > 0:", "if SCALE_BYTES < 0:")],
     "scale rows cut like token rows": [(SCALES_PIECE, "begin, stop")],
-    "scale rows over token rows": [("scatter_row(window, slot + SCALES,", "scatter_row(window, slot,")],
+    "scale rows over token rows": [("scatter_row(payload, place + SCALES,", "scatter_row(payload, place,")],
     "token rows of the group's size": [("PLANE_ROWS, SENT_BYTES, begin", "PLANE_ROWS, ROW_BYTES, begin")],
     "pieces of the group's rows": [("shape.wire.scale_bytes, shape.piece_bytes,", "shape.wire.scale_bytes, shape.row_bytes,")],
-    "quantised scales over rows": [("quantise_row(window, slot, slot + SCALES,", "quantise_row(window, slot, slot,")],
+    "quantised scales over rows": [("quantise_row(payload, place, place + SCALES,", "quantise_row(payload, place, place,")],
     "scales not rounded": [("PLANE_ROWS, ROW_BYTES, ROUND,", "PLANE_ROWS, ROW_BYTES, 0,")],
     "not quantised": [("if QUANTISE:", "if SCALE_BYTES < 0:")],
 }

@@ -14,9 +14,9 @@ from ncclep_py.memory_map import FLIGHT_FAIL
 
 __all__ = ["PARAMETERS", "make_ll_dispatch"]
 
-PARAMETERS = ("window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "expert_counters", "scales", "payload", "slot", "table",
+PARAMETERS = ("window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "expert_counters", "scales", "payload", "place", "table",
               "header", "origins", "kept", "flight", "flying", "handle", "signature", "status", "timeout")
-"""Run-time values of a launch, all 64-bit integers. `payload`: the window that holds the rows, the group's own or a user's;
+"""Run-time values of a launch, all 64-bit integers. `payload`, `place`: window and offset of the rows, the group's own or a user's;
 `flight`, `flying`: only of a send half, see ``ll_staged``."""
 
 
@@ -41,7 +41,7 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = Fals
     LOCAL_EXPERTS, PLACES = EXPERTS // RANKS, PLANE_ROWS // RANKS * TOPK
     count_bank, store_origins, keep_counters, outcome = ops.count_bank, ops.store_origins, ops.keep_counters, ops.outcome
 
-    def ll_dispatch(window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, payload, slot, table, header,  # noqa: ANN001, ANN202
+    def ll_dispatch(window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, payload, place, table, header,  # noqa: ANN001, ANN202
                     origins, kept, flight, flying, handle, signature, status, timeout):
         epoch, fail = read_epoch(local + EPOCH), flight + FLIGHT_FAIL if SEND else local + FAIL
         first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
@@ -63,11 +63,11 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = Fals
             begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
             for token in range(warp_token(num_tokens), end, token_step(num_tokens)):
                 if QUANTISE:
-                    quantise_row(payload, slot, slot + SCALES, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
+                    quantise_row(payload, place, place + SCALES, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
                 else:
-                    scatter_row(payload, slot, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
+                    scatter_row(payload, place, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
                     if SCALE_BYTES > 0:
-                        scatter_row(payload, slot + SCALES, scales, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES,
+                        scatter_row(payload, place + SCALES, scales, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES,
                                     begin_vector(num_tokens, SCALE_BYTES), end_vector(num_tokens, SCALE_BYTES))
                 if STAGED:
                     if begin == 0:
