@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MASKED_KERNELS", "Masking"]
 
-MASKED_KERNELS = {"ll_dispatch": "ll_masked_dispatch", "ll_combine": "ll_masked_combine", "ll_mask_clean": "ll_mask_clean"}
+MASKED_KERNELS = {"ll_dispatch": "ll_masked_dispatch", "ll_combine": "ll_masked_combine", "ll_mask_clean": "ll_mask_clean",
+                  "ll_copy": "ll_copy"}
 """Kernels of groups with ``enable_mask``, by the names of those without."""
 
 

@@ -63,7 +63,8 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = Fals
             begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
             for token in range(warp_token(num_tokens), end, token_step(num_tokens)):
                 if QUANTISE:
-                    quantise_row(payload, place, place + SCALES, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
+                    quantise_row(payload, place, place + SCALES, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin,
+                                 stop)
                 else:
                     scatter_row(payload, place, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
                     if SCALE_BYTES > 0:
