@@ -32,7 +32,7 @@ from ncclep_py.config import (
 from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, EpStaleError, Status
 from ncclep_py.handle import CombineInputs, CombineOutputs, DispatchInputs, DispatchOutputs, LayoutInfo, _check_kinds, _known_topk
 from ncclep_py.ht_memory_map import AUTO_ALIGNMENT, HTMaps
-from ncclep_py.kernels.shape import PLAIN, Wire
+from ncclep_py.kernels.shape import Wire
 from ncclep_py.recipes import Sent, check_recipe
 from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind, Signature
@@ -47,6 +47,8 @@ __all__ = ["HTHandle"]
 
 OWN_VALUES = {"ht_prepare": 7, "ht_dispatch": 8, "ht_combine": 4}
 """Values of a kernel that differ from call to call: between `maps` and `handle`, or `slot`."""
+
+PLAIN_DISPATCH, PLAIN_COMBINE = DispatchConfig(), CombineConfig()
 
 
 class HTHandle:
@@ -80,6 +82,7 @@ class HTHandle:
                              f"got {self._alignment}")
         self._maps_plan = HTMaps.build(group.config, group.num_ranks, self.num_topk, self.layout, group.num_blocks)
         self._maps = group.comm.zeros(self._maps_plan.total_bytes, self._maps_plan.regions())
+        self._maps_at = self._maps.data_ptr()
         self._closed = False
         self._slots = [-1, -1]           # of the newest forward and backward dispatch
         self._routings = [-1, -1]        # number of the update under which each was dispatched
@@ -89,7 +92,8 @@ class HTHandle:
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}
         self._values: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._dtype = group.config.token_type.torch_dtype()
-        self.layout_info = self._own_counts()
+        self._loaded: dict[tuple[str, int], Kernel] = {}
+        self._own = self.layout_info = self._own_counts()
         for name in ("ht_count", "ht_prepare", "ht_dispatch", "ht_combine", "ht_copy"):
             self._kernel(name)
         if topk_idx is not None:
@@ -117,21 +121,20 @@ class HTHandle:
         with _Refusing(self, "ht_prepare", 0, False):
             group.raise_reported()
             _check_kinds(("layout_info", layout_info, LayoutInfo))
-            info = layout_info or LayoutInfo()
             self._check_routing(topk_idx)
-            given = self._check_counts(info)
-        maps, ids, num_tokens = self._maps.data_ptr(), topk_idx.data_ptr(), int(topk_idx.shape[0])
+            given = (None,) * 4 if layout_info is None else self._check_counts(layout_info)
+        maps, ids, num_tokens = self._maps_at, topk_idx.data_ptr(), int(topk_idx.shape[0])
         self._idx_bytes = topk_idx.element_size()
         group.comm.run_local(self._kernel("ht_count"), (maps, ids, num_tokens), group.num_blocks, "ht_count", (topk_idx,))
-        pointers = tuple(0 if t is None else t.data_ptr() for t in given)
-        int_bytes = next((t.element_size() for t in given if t is not None), 4)
-        self._launch("ht_prepare", 0, False, Status.GO, (ids, num_tokens, *pointers, int_bytes), (topk_idx, *(t for t in given if t is not None)))
+        tensors = [t for t in given if t is not None]
+        pointers, int_bytes = [0 if t is None else t.data_ptr() for t in given], tensors[0].element_size() if tensors else 4
+        self._launch("ht_prepare", 0, False, Status.GO, (ids, num_tokens, *pointers, int_bytes), (topk_idx, *tensors))
         self._topk_idx, self._num_tokens = topk_idx, num_tokens
-        own = self._own_counts()
-        self.layout_info = LayoutInfo(info.expert_counters if given[0] is not None else own.expert_counters, None, info.recv_topk_idx_kind,
-                                      info.expert_offsets if given[1] is not None else own.expert_offsets,
-                                      info.recv_total_counter if given[3] is not None else own.recv_total_counter,
-                                      info.expert_counts_unpadded if given[2] is not None else own.expert_counts_unpadded)
+        self.layout_info = own = self._own
+        if tensors:
+            counters, offsets, unpadded, total = (mine if t is None else t for t, mine in zip(given, (   # noqa: B905  (four each)
+                own.expert_counters, own.expert_offsets, own.expert_counts_unpadded, own.recv_total_counter)))
+            self.layout_info = LayoutInfo(counters, None, ExpertIdKind.AUTO, offsets, total, unpadded)
 
     def _check_routing(self, topk_idx: Any) -> None:
         import torch
@@ -212,9 +215,11 @@ class HTHandle:
         with _Refusing(self, "ht_dispatch", slot, backward):
             group.raise_reported()
             _check_kinds(("outputs", outputs, DispatchOutputs), ("layout_info", layout_info, LayoutInfo), ("config", config, DispatchConfig))
-            kind = _member("layout_info.recv_topk_idx_kind", ExpertIdKind, layout_info.recv_topk_idx_kind if layout_info else ExpertIdKind.AUTO)
-            sent = self._check_dispatch(given, weights, made, config or DispatchConfig(), backward)
-            kernel = self._kernel("ht_dispatch", PLAIN if sent is None else sent.wire)
+            kind = ExpertIdKind.AUTO
+            if layout_info is not None:
+                kind = _member("layout_info.recv_topk_idx_kind", ExpertIdKind, layout_info.recv_topk_idx_kind)
+            sent = self._check_dispatch(given, weights, made, config or PLAIN_DISPATCH, backward)
+            kernel = self._kernel("ht_dispatch", None if sent is None else sent.wire)
         global_ids = int(self._flat and not backward and kind is ExpertIdKind.GLOBAL)
         visible = plan.recv_rows if made.tokens is None else min(int(made.tokens.shape[0]), plan.recv_rows)
         exposed = visible if group.config.max_recv_tokens_per_rank or made.topk_idx is not None else 0
@@ -345,7 +350,7 @@ class HTHandle:
         with _Refusing(self, "ht_combine", slot, backward):
             group.raise_reported()
             _check_kinds(("outputs", outputs, CombineOutputs), ("config", config, CombineConfig))
-            self._check_combine(given, grads, made, outputs, config or CombineConfig(), slot, backward)
+            self._check_combine(given, grads, made, outputs, config or PLAIN_COMBINE, slot, backward)
         visible = plan.recv_rows
         for rows, place in ((given.tokens, self.rows(slot)), (grads, self.slot_weights(slot))) if backward else ((given.tokens, self.rows(slot)),):
             if rows.data_ptr() != place.data_ptr() and rows.numel():
@@ -470,7 +475,7 @@ class HTHandle:
         """Copy the received rows from one tensor to the other, as many as both have; the count stays on the device."""
         group, rows = self.group, min(int(source.shape[0]), int(target.shape[0]))
         row_bytes = source.element_size() * (int(source.shape[1]) if source.ndim > 1 else 1)
-        values = (self._maps.data_ptr(), source.data_ptr(), target.data_ptr(), rows, row_bytes)
+        values = (self._maps_at, source.data_ptr(), target.data_ptr(), rows, row_bytes)
         group.keep(source, target)
         group.comm.run_local(self._kernel("ht_copy"), values, group.num_blocks, "ht_copy", (source, target))
 
@@ -502,9 +507,14 @@ class HTHandle:
 
         return torch.empty(shape, dtype=dtype, device=self.group.comm.device)
 
-    def _kernel(self, name: str, wire: Wire = PLAIN) -> Kernel:
+    def _kernel(self, name: str, wire: Wire | None = None) -> Kernel:
         idx_bytes = self._idx_bytes if name in ("ht_count", "ht_prepare") else 8
-        return self.group.ht_kernel(name, self.num_topk, idx_bytes, self.layout, self._alignment, wire)
+        if wire is not None:
+            return self.group.ht_kernel(name, self.num_topk, idx_bytes, self.layout, self._alignment, wire)
+        found = self._loaded.get((name, idx_bytes))
+        if found is None:
+            found = self._loaded[name, idx_bytes] = self.group.ht_kernel(name, self.num_topk, idx_bytes, self.layout, self._alignment)
+        return found
 
     def _signature(self, name: str, slot: int, backward: bool, global_ids: int, sent: Sent | None) -> int:
         config, kind = self.group.config, {"ht_prepare": OpKind.UPDATE, "ht_dispatch": OpKind.DISPATCH, "ht_combine": OpKind.COMBINE}[name]
@@ -522,7 +532,7 @@ class HTHandle:
         if fixed is None:
             local, record = group.addresses()
             where = () if name == "ht_prepare" else (group.map.slot(slot), local + group.local_map.header(slot))
-            fixed = self._values[key] = ((group.window.handle, group.rank, local, record, self._maps.data_ptr()),
+            fixed = self._values[key] = ((group.window.handle, group.rank, local, record, self._maps_at),
                                          (*where, self.id, self._signature(name, slot, backward, global_ids, sent)))
         values = (*fixed[0], *own, *fixed[1], status, group.config.wait_ns)
         group.keep(tensors, self._maps)

@@ -100,8 +100,7 @@ def test_dtypes_topk_and_ids(dtype: torch.dtype, layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_realistic_size(layout: Layout) -> None:
-    """Eight ranks, E=128, K=8, H=7168: everything but the oracle's loops over rows, which are counted and compared on the GPU."""
-    ranks, tokens, experts, topk, hidden = 8, 256, 128, 8, 7168
+    ranks, tokens, experts, topk, hidden = 8, 64, 128, 8, 7168
     with LocalWorld(ranks, "nccl") as world:
         cfg = config(experts, tokens, hidden, topk, max_num_sms=16)
         steps(world, [Case(cfg, layout, [tokens] * ranks, alignment=64, dropped=0.02)])
@@ -127,6 +126,29 @@ def test_duplicates_and_ids_out_of_range(layout: Layout) -> None:
     with LocalWorld(3, "nccl") as world:
         ids = [torch.tensor([[3, 3, 5, -1], [5, 5, 5, 5], [0, 9, -7, 0]]), torch.tensor([[1, 4, 1, 4]] * 5), torch.tensor([[-1] * 4] * 2)]
         steps(world, [Case(config(6, 8, 64, 4), layout, [3, 5, 2], ids=ids)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_maps_equal_the_simulators(blocks: int, layout: Layout) -> None:
+    """Routes, places and zones as numpy makes them, with chunks of many tokens, few and none, and tokens that do not fill a warp."""
+    for topk, counts in ((3, [500, 0, 77]), (32, [90, 3, 1]), (1, [0, 640, 33]), (9, [31, 250, 16])):
+        cfg = config(36, 640, 8, topk, max_num_sms=blocks, max_recv_tokens_per_rank=700, overflow_policy=DROP)
+        case = Case(cfg, layout, counts, alignment=8)
+
+        def program(comm: Any, cfg: GroupConfig = cfg, case: Case = case) -> list[torch.Tensor]:
+            with Group.create(comm, cfg) as group:
+                handle = case.handle(group, comm.rank)
+                handle.update(case.ids[comm.rank].to(comm.device))
+                group.check()
+                maps, plan = handle._maps.cpu(), handle._maps_plan
+                used = 8 * case.ids[comm.rank].numel()
+                return [maps[plan.zones: plan.received + 16], maps[plan.routes: plan.routes + used], maps[plan.places: plan.places + used]]
+
+        with LocalWorld(3, "nccl") as gpu, LocalWorld(3, "sim", blocks=blocks, warps=16) as sim:
+            for rank, (found, want) in enumerate(zip(gpu.run(program), sim.run(program), strict=True)):
+                for name, a, b in zip(("zones", "routes", "places"), found, want, strict=True):
+                    assert torch.equal(a, b), (rank, name, a.view(torch.int64)[:20], b.view(torch.int64)[:20])
 
 
 # ---- many tokens -----------------------------------------------------------------------------------------------------------------
