@@ -60,6 +60,7 @@ class Communicator(ABC):
         backend: ``"nccl"`` or ``"sim"``.
         device: torch device of this rank's tensors.
         ranks_on_device: ranks that share this rank's device, this one included.
+        fp4: whether the device has FP4 conversions, without which NVFP4 is refused. The simulator's is False; set it to try the recipe there.
     """
 
     rank: int
@@ -67,6 +68,7 @@ class Communicator(ABC):
     backend: str
     device: torch.device
     ranks_on_device: int
+    fp4: bool = False
 
     # ---- host steps every rank takes together -----------------------------------------------------------------------
     @abstractmethod
@@ -218,6 +220,7 @@ class _LoadedKernel(Kernel):
 
 
 BLOCK_THREADS = 512
+FP4_CAPABILITY = (10, 0)
 
 
 class NcclRank(Communicator):
@@ -231,6 +234,7 @@ class NcclRank(Communicator):
         self.comm, self.rank, self.num_ranks = comm, rank, num_ranks
         self.device = torch.device("cuda", device)
         self.ranks_on_device = ranks_on_device
+        self.fp4 = torch.cuda.get_device_capability(self.device) >= FP4_CAPABILITY
         if not comm.device_api_support or comm.n_lsa_teams != 1:
             raise RuntimeError(
                 f"rank {rank}: the ranks cannot all address each other's memory: device API {'yes' if comm.device_api_support else 'no'}, "

@@ -22,6 +22,7 @@ from ncclep_py.kernels import (
     ll_mask_clean,
     ll_masked_combine,
     ll_masked_dispatch,
+    ll_nvfp4_combine,
     ll_rank_major_dispatch,
     ll_staged,
 )
@@ -41,6 +42,7 @@ KERNELS: dict[str, tuple[Callable[..., Callable[..., None]], tuple[str, ...]]] =
     "ll_copy": (ll_copy.make_ll_copy, ll_copy.PARAMETERS),
     "ll_combine_send": (ll_staged.make_ll_combine_send, ll_staged.COMBINE_SEND_PARAMETERS),
     "ll_combine_complete": (ll_staged.make_ll_combine_complete, ll_staged.COMBINE_COMPLETE_PARAMETERS),
+    "ll_nvfp4_combine": (ll_nvfp4_combine.make_ll_nvfp4_combine, ll_nvfp4_combine.PARAMETERS),
     "ht_count": (ht_count.make_ht_count, ht_count.PARAMETERS),
     "ht_prepare": (ht_prepare.make_ht_prepare, ht_prepare.PARAMETERS),
     "ht_dispatch": (ht_dispatch.make_ht_dispatch, ht_dispatch.PARAMETERS),
@@ -113,9 +115,10 @@ def _device_ltoir(arch: str, lineinfo: bool, cache: KernelCache) -> bytes:
 
 def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, lineinfo: bool = False) -> CompiledKernel:
     """The kernel for `arch`, from the disk cache or compiled now. `lineinfo` keeps source lines for profilers."""
-    if spec.shape.wire.quantise and toolchain.capability(arch) < FP8_CAPABILITY:
-        raise NotImplementedError(f"DS_FP8 needs a GPU that converts to E4M3, of compute capability 8.9 or newer; this one is {arch}: send rows that "
-                                  "are quantised already with QUANT_FWD, or none")
+    recipe = "NVFP4" if spec.name == "ll_nvfp4_combine" else "DS_FP8" if spec.shape.wire.quantise else None
+    if recipe and toolchain.capability(arch) < FP8_CAPABILITY:
+        raise NotImplementedError(f"{recipe} needs a GPU that converts to E4M3, of compute capability 8.9 or newer; this one is {arch}: quantise "
+                                  "rows yourself and send them with QUANT_FWD, or leave the recipe out")
     toolchain.capability(arch)
     cache = KernelCache()
     name, key = f"{spec.name}-{arch}", cache.key(fingerprint(spec, arch, lineinfo))

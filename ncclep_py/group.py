@@ -133,10 +133,11 @@ class Group(Masking):
         return self._kernels[key]
 
     # ---- operations --------------------------------------------------------------------------------------------------
-    def signature(self, kind: OpKind, layout: int, slot: int, num_topk: int, global_ids: bool = False, sent: Sent | None = None) -> int:
-        """Internal: the packed signature of an operation; `sent` for a dispatch with a recipe."""
+    def signature(self, kind: OpKind, layout: int, slot: int, num_topk: int, global_ids: bool = False, sent: Sent | None = None,
+                  recipe: int = 0) -> int:
+        """Internal: the packed signature of an operation; `sent` for a dispatch with a recipe, `recipe` for a combine."""
         if sent is None:
-            return Signature(kind, layout, self.config.token_type, 0, slot, num_topk, self.config.row_bytes // 16, global_ids).pack()
+            return Signature(kind, layout, self.config.token_type, recipe, slot, num_topk, self.config.row_bytes // 16, global_ids).pack()
         beside = 0 if sent.wire.quantise else sent.wire.scale_bytes // 16
         return Signature(kind, layout, sent.token_code, sent.code, slot, num_topk, sent.wire.sent_bytes // 16, global_ids, beside).pack()
 

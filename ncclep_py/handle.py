@@ -40,7 +40,7 @@ from ncclep_py.config import (
 )
 from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, Status
 from ncclep_py.flight import SENDS, Flight, fixed_values, take_stage
-from ncclep_py.recipes import Sent, check_recipe
+from ncclep_py.recipes import Sent, check_nvfp4, check_recipe
 from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind
 
@@ -125,7 +125,8 @@ class CombineInputs:
     Attributes:
         tokens: same shape and row order as `DispatchOutputs.tokens`; that tensor itself (no copy), or any other (one copy of all rows).
             RANK_MAJOR: each row already summed over this rank's experts of the token, weights included.
-        topk_weights, scales: for passes and recipes that need them; RANK_MAJOR ignores weights.
+        topk_weights: for passes that need them; RANK_MAJOR ignores them.
+        scales: NVFP4: the fp32 scale of each row, ``[L, R * M, 1]`` or ``[R, M, 1]``. NVFP4 packs rows in place, so these are gone afterwards.
     """
 
     tokens: torch.Tensor
@@ -171,6 +172,7 @@ class Handle:
             raise TypeError(f"idx_dtype must be torch.int32 or torch.int64, got {dtype}")
         self._closed = False
         self._slot, self._generation, self._num_tokens, self._idx_bytes = -1, 0, 0, dtype.itemsize
+        self._packed = False   # whether the slot's rows are no longer what experts wrote
         self._topk_idx: torch.Tensor | None = None
         self._rank_major, capacity = self.layout is Layout.RANK_MAJOR, group.config.max_dispatch_tokens_per_rank
         planes = (group.num_ranks, capacity) if self._rank_major else (group.map.num_local_experts, group.map.plane_rows)
@@ -263,6 +265,7 @@ class Handle:
                 counts.expert_counters = self._new((self.group.map.num_local_experts,), "int32")
             own = (tokens.data_ptr(), idx.data_ptr(), num_tokens, counts.expert_counters.data_ptr())
             self._launch(name, slot, Status.GO, (*own, scales), (tokens, idx, counts.expert_counters, *beside), False, sent, place)
+        self._packed = False
         self._num_tokens = num_tokens   # only now: a dispatch known to be refused leaves the earlier one to combine
         self._counters = counts.src_rank_counters if self._rank_major else counts.expert_counters
         copies: list[tuple[Any, Any]] = []
@@ -297,7 +300,7 @@ class Handle:
                         slot: int) -> Sent | None:
         group, seen, plain = self.group, self._seen, config.quant_recipe is DispatchQuant.NONE
         self._check_staged(config.send_only)
-        _only_plain(config.pass_direction, True)
+        _only_plain(config.pass_direction)
         unwanted: tuple[tuple[str, Any], ...] = (("inputs.scales", given.scales), ("outputs.scales", made.scales)) if plain else ()
         if self._rank_major:
             unwanted += (("layout_info.expert_counters", counts.expert_counters),)
@@ -415,14 +418,21 @@ class Handle:
             made.tokens = self._new((self._num_tokens, self.group.config.hidden), None)
         if staged:
             held = (made.tokens,) if self._rank_major else (weights, made.tokens)
-            own = (0 if self._rank_major else weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens)
+            own: tuple[int, ...] = (0 if self._rank_major else weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens)
             self._launch(name, slot, Status.GO, (given.tokens.data_ptr(), self._num_tokens), (given.tokens,))
             self._flight = Flight(SENDS[name], self._stage, own, held, made.tokens)
             return made.tokens
         rows = self._rows(slot)
         if place < 0 and given.tokens.data_ptr() != rows.data_ptr():
             self._copy_all([(rows, given.tokens)])
-        if self._rank_major:
+            self._packed = False
+        if given.scales is not None:
+            self._packed = self._packed or place < 0
+            own = (given.scales.data_ptr(), self._counters.data_ptr(), 0 if self._rank_major else weights.data_ptr(), made.tokens.data_ptr(),
+                   self._num_tokens)
+            self._launch("ll_nvfp4_combine", slot, Status.GO, own,
+                         (given.scales, self._counters, made.tokens, *(() if self._rank_major else (weights,))), place=place)
+        elif self._rank_major:
             self._launch("ll_combine", slot, Status.GO, (0, made.tokens.data_ptr(), self._num_tokens), (made.tokens,),
                          place=place)
         else:
@@ -444,13 +454,22 @@ class Handle:
     def _check_combine(self, given: CombineInputs, made: CombineOutputs, weights: Any, config: CombineConfig, slot: int) -> None:
         group, seen = self.group, self._seen
         self._check_staged(config.send_only)
-        _only_plain(config.pass_direction, config.quant_recipe == CombineQuant.NONE)
-        for name, value in (("inputs.topk_weights", None if self._rank_major else given.topk_weights), ("inputs.scales", given.scales)):
+        _only_plain(config.pass_direction)
+        packs = config.quant_recipe is CombineQuant.NVFP4
+        if packs:
+            if config.send_only:
+                raise ValueError("send_only combines rows as they are; leave quant_recipe out, or combine in one piece")
+            check_nvfp4(given.scales, self._row_shape[:2], group.config, group.comm)
+            self._kernel("ll_nvfp4_combine")   # loaded before any rank waits
+        for name, value in (("inputs.topk_weights", None if self._rank_major else given.topk_weights),
+                            ("inputs.scales", None if packs else given.scales)):
             if value is not None:
                 _unwanted(name, value, self.layout)
         if given.tokens is not self._row_views.get(slot):
             check_tensor("inputs.tokens", given.tokens, self._row_shape, (self._dtype,), group.comm.device)
             self._check_place("inputs.tokens", given.tokens, slot)
+        if self._packed and given.tokens.data_ptr() == self._rows(slot).data_ptr():
+            raise stale("inputs.tokens were packed by an NVFP4 combine; give other rows, or dispatch again")
         if self._rank_major:
             pass   # the caller's rows have their weights in them
         elif weights is None:
@@ -665,10 +684,10 @@ class Handle:
         group = self.group
         local, record = group.addresses()
         first = (group.window.handle, group.rank, local, record)
-        if name not in (self._dispatch_name, self._send_name, "ll_combine"):
+        if name not in (self._dispatch_name, self._send_name, "ll_combine", "ll_nvfp4_combine"):
             return first + fixed_values(self, name, slot, stage, sent, place)
         plan, own, staged = group.map, group.local_map, name == self._send_name
-        kind = OpKind.COMBINE if name == "ll_combine" else OpKind.STAGED_DISPATCH if staged else OpKind.DISPATCH
+        kind = OpKind.COMBINE if name in ("ll_combine", "ll_nvfp4_combine") else OpKind.STAGED_DISPATCH if staged else OpKind.DISPATCH
         more: tuple[int, ...] = ()
         if kind is not OpKind.COMBINE:
             words = (plan.arrival(slot) if staged else plan.arrived) if self._rank_major else plan.flight(slot) if staged else 0
@@ -678,7 +697,7 @@ class Handle:
             where = (*where, plan.slot(slot))
         named = slot if place < 0 else group.config.num_slots + place
         return (*first, *where, local + own.table(slot), local + own.header(slot), *more, self.id,
-                group.signature(kind, self.layout, named, self.num_topk, global_ids, sent))
+                group.signature(kind, self.layout, named, self.num_topk, global_ids, sent, int(name == "ll_nvfp4_combine")))
 
     def refuse(self, name: str, slot: int, why: int) -> None:
         """Internal: take part in an operation this rank refuses, so that all ranks refuse it and epochs stay equal."""
@@ -733,12 +752,9 @@ def _unwanted(name: str, value: object, layout: Layout) -> None:
     raise ValueError(f"{name} must be left out of a LOW_LATENCY {layout.name} operation, got {type(value).__name__}")
 
 
-def _only_plain(direction: PassDir, plain: bool) -> None:
-    """Refuse what is not built or does not exist."""
+def _only_plain(direction: PassDir) -> None:
+    """Refuse what does not exist in LOW_LATENCY."""
     if direction is not PassDir.FWD:
         raise ValueError(f"pass_direction must be FWD in LOW_LATENCY, got {PassDir(direction).name}")
-    if not plain:
-        raise NotImplementedError("quantisation of combine (CombineQuant.NVFP4) is not built; it needs a GPU with FP4 conversions, of compute "
-                                  "capability 10.0 or newer")
 
 

@@ -1,4 +1,4 @@
-"""What dispatch sends of a row under each quantisation recipe (`DispatchQuant`), and the checks of its tensors."""
+"""What travels of a row under each quantisation recipe (`DispatchQuant`, `CombineQuant`), and the checks of its tensors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ncclep_py.refusal import Refusal
 if TYPE_CHECKING:
     import torch
 
+    from ncclep_py.communicator import Communicator
     from ncclep_py.handle import DispatchInputs
 
-__all__ = ["Sent", "check_recipe", "opaque_types", "scale_types"]
+__all__ = ["Sent", "check_nvfp4", "check_recipe", "opaque_types", "scale_types"]
 
 FP8_BLOCK = 128
 """Columns that share a scale in DS_FP8."""
@@ -78,6 +79,29 @@ def check_recipe(given: DispatchInputs, num_tokens: int, config: DispatchConfig,
     check_tokens("tokens", num_tokens, group.max_dispatch_tokens_per_rank)
     made = _forwarded if config.quant_recipe is DispatchQuant.FWD else _quantised
     return made(given, num_tokens, config, group, device)
+
+
+def check_nvfp4(scales: Any, planes: tuple[int, ...], group: GroupConfig, comm: Communicator) -> None:
+    """Check what an NVFP4 combine needs beside its rows.
+
+    Args:
+        scales: ``inputs.scales``, ``[*planes, 1]`` float32: the scale of each row, 2688 / (its largest magnitude) or so, 0 for a row of zeros.
+        planes: planes of received rows and rows of one.
+        group: the group's config.
+        comm: the rank's communicator.
+    """
+    import torch
+
+    if not comm.fp4:
+        raise NotImplementedError("NVFP4 quantisation of combine needs a device with FP4 conversions, of compute capability 10.0 or newer, which "
+                                  f"rank {comm.rank}'s ({comm.device}) is not; leave CombineConfig.quant_recipe out")
+    if group.token_type is not TokenType.BF16:
+        raise ValueError(f"NVFP4 quantises bfloat16 rows, this group's are {group.token_type.torch_dtype()}")
+    if group.hidden % FP8_ALIGNMENT:
+        raise ValueError(f"hidden must be a multiple of {FP8_ALIGNMENT} for NVFP4, got {group.hidden}")
+    if scales is None:
+        raise ValueError("inputs.scales must be given to an NVFP4 combine, one float32 a row")
+    check_tensor("inputs.scales", scales, (*planes, 1), (torch.float32,), comm.device, aligned=False)
 
 
 def _forwarded(given: DispatchInputs, num_tokens: int, config: DispatchConfig, group: GroupConfig, device: torch.device) -> Sent:

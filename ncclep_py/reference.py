@@ -46,10 +46,12 @@ __all__ = [
     "ht_flat_map",
     "ll_expert_major_combine",
     "ll_expert_major_dispatch",
+    "ll_nvfp4_combine",
     "ll_rank_major_combine",
     "ll_rank_major_dispatch",
     "moe_layer",
     "quantize_ds_fp8",
+    "quantize_nvfp4",
 ]
 
 # Dimensions in the comments below: R ranks, E experts in all, L = E/R per rank, K = top-k, T tokens of one source rank
@@ -100,6 +102,63 @@ def quantize_ds_fp8(tokens: Tensor, round_scales: bool = False) -> tuple[Tensor,
         scale = ((254 - exponent) << 23).int().view(torch.float32)  # the exact reciprocal
     quantized = (blocks * scale[:, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
     return quantized.reshape(num_tokens, hidden), scale_inv
+
+
+def quantize_nvfp4(rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """NVFP4 combine quantisation: bf16 [N, H], a scale g per row fp32 [N] -> q fp32 [N, H] and block factors fp32 [N, H/16].
+
+    A value is worth q * factor, q one of 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives (E2M1). Per block of 16 columns, in
+    fp32: f = g * (max|x| * fp32(1/6)), s = f to E4M3 (nearest even, at most 448), q = x * inverse to E2M1 (nearest even, at
+    most 6) with inverse = 1 / (s * (1/g)), 0 where f = 0; 1/g counts as 0 for g = 0. The factor is s * (1/g), where an
+    infinite 1/g counts as 1. (The reference library: the same with approximate reciprocals.) NaN and Inf are unspecified.
+    """
+    num_rows, hidden = rows.shape
+    if rows.dtype != torch.bfloat16 or hidden % 16 or scales.shape != (num_rows,):
+        raise ValueError(f"rows must be bfloat16 [N, a multiple of 16] with N scales: got {rows.dtype} {list(rows.shape)}")
+    blocks, g, one = rows.float().reshape(num_rows, hidden // 16, 16), scales.float()[:, None], torch.tensor(1.0)
+    f = g * (blocks.abs().amax(dim=2) * torch.tensor(1 / 6, dtype=torch.float32))
+    s = f.clamp(max=448).to(torch.float8_e4m3fn).float()
+    inverse_g = torch.where(g == 0, 0.0, one / g)
+    inverse = torch.where(f == 0, 0.0, one / (s * inverse_g))
+    y = (blocks * inverse[:, :, None]).nan_to_num(nan=0.0, posinf=6.0, neginf=-6.0).clamp(-6, 6)
+    step = torch.where(y.abs() < 2, 0.5, torch.where(y.abs() < 4, 1.0, 2.0))
+    q = torch.round(y / step) * step  # torch rounds halves to even
+    decode_g = torch.where(torch.isinf(one / g), 1.0, one / g)
+    return q.reshape(num_rows, hidden), s * decode_g
+
+
+def ll_nvfp4_combine(
+    expert_tokens: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    topk_weights: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """LL combine of rows that travel as NVFP4 (semantics 5.9): acc = fma32(q, factor * w, acc) over ascending k.
+
+    Arguments as in the combine of the layout, EXPERT_MAJOR with topk_weights, RANK_MAJOR without (w = 1); scales: per owner
+    rank fp32, one per row, [planes, rows, 1]. Rows nobody refers to may hold anything.
+    """
+    _check_lists(len(expert_tokens), scales=scales, rows=rows, topk_weights=topk_weights)
+    planes, plane, hidden = expert_tokens[0].shape
+    packed: dict[int, tuple[Tensor, Tensor]] = {}
+    combined = []
+    for source, source_rows in enumerate(rows):
+        out = torch.zeros(len(source_rows), hidden, dtype=torch.bfloat16)
+        for t, token_rows in enumerate(source_rows.tolist()):
+            acc = torch.zeros(hidden, dtype=torch.float32)
+            for k, row_id in enumerate(token_rows):
+                if row_id < 0:
+                    continue
+                if row_id not in packed:
+                    owner, row = divmod(row_id, planes * plane)
+                    g = scales[owner].reshape(planes * plane)[row : row + 1]
+                    packed[row_id] = quantize_nvfp4(expert_tokens[owner].reshape(planes * plane, hidden)[row : row + 1], g)
+                q, factor = packed[row_id]
+                weight = torch.tensor(1.0) if topk_weights is None else topk_weights[source][t, k]
+                acc = fma32(q[0], (factor[0] * weight).repeat_interleave(16), acc)
+            out[t] = acc.to(out.dtype)
+        combined.append(out)
+    return combined
 
 
 def _sum32(rows: Iterable[Tensor], hidden: int) -> Tensor:

@@ -7,9 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from test_nvfp4 import NVFP4, Packed
 from test_recipes import FP8, FP8_ROUNDED, LAYOUTS, Quantised, every_e4m3_and_between, fwd, raw
 
-from ncclep_py import CombineOutputs, DispatchConfig, DispatchInputs, Group, GroupConfig, Layout, LocalWorld, recipes
+from ncclep_py import (
+    CombineInputs,
+    CombineOutputs,
+    DispatchConfig,
+    DispatchInputs,
+    EpRefusedError,
+    Group,
+    GroupConfig,
+    Layout,
+    LocalWorld,
+    recipes,
+)
 from ncclep_py import reference as ref
 from ncclep_py.testing import random_routing
 
@@ -158,3 +170,40 @@ def test_graph_replays() -> None:
 
     with LocalWorld(2, "nccl") as world:
         assert world.run(program) == [True, True]
+
+
+# ---- NVFP4 -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0), reason="has FP4 conversions")
+def test_nvfp4_is_refused_by_a_sentence() -> None:
+    def program(comm: Any) -> None:
+        with Group.create(comm, config(4, 4, 512, 2)) as group:
+            handle = group.create_handle(Layout.EXPERT_MAJOR, torch.tensor([[0, 3]] * 4, device="cuda"))
+            got, weights = handle.dispatch(torch.ones(4, 512, device="cuda").bfloat16()), torch.full((4, 2), 0.5, device="cuda")
+            with pytest.raises((NotImplementedError, EpRefusedError), match="needs a device with FP4 conversions|refused"):
+                handle.combine(CombineInputs(got.tokens, scales=torch.ones(2, 8, 1, device="cuda")), topk_weights=weights, config=NVFP4)
+            out = handle.combine(got.tokens, topk_weights=weights)
+            group.check()
+            assert (out == 1).all()
+
+    with LocalWorld(2, "nccl") as world:
+        world.run(program)
+
+
+@needs_fp8
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nvfp4_kernel(layout: Layout) -> None:
+    """The kernel needs no FP4 instruction, so it is run here on any device, past the refusal."""
+    with LocalWorld(4, "nccl") as world:
+        for cfg, counts in ((config(8, 17, 512, 3), [17, 0, 5, 1]), (config(32, 16, 7168, 8, max_num_sms=16), [16, 16, 3, 9])):
+            cases = [Packed(cfg, counts, layout, seed=s) for s in range(2)]
+
+            def program(comm: Any, cfg: GroupConfig = cfg, cases: list[Packed] = cases) -> None:
+                comm.fp4 = True
+                with Group.create(comm, cfg) as group:
+                    handle = group.create_handle(layout, num_topk=cfg.num_topk)
+                    for i, case in enumerate(cases):
+                        case.device = "cuda"
+                        case.step(comm.rank, handle, plain=i == 1)
+                    group.check()
+
+            world.run(program)

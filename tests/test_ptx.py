@@ -26,7 +26,7 @@ POINTERS = ("word", "header", "counter", "fail", "record", "topk_idx", "tokens",
             "heads", "arrived", "counts", "slot", "topk_weights", "slot_ids", "slot_weights", "src_rank_counters", "slot_scales", "kept", "copied",
             "origins", "rows", "staging", "target")
 POINTERS += ("partials", "hits", "kept_rows", "routes", "place_table", "zones", "expert_offsets", "unpadded", "total", "recv_idx", "recv_weights",
-             "grads", "source", "target")
+             "grads", "source", "target", "counters", "row_scales")
 POINTERS += ("joins", "details", "votes", "members", "masked_at", "outcome", "waited", "notice")
 NOUN = {"word": "epoch", "counter": "blocks_done", "counts": "count", "heads": "head", "joins": "join", "details": "detail",
         "votes": "vote"}   # parameter -> noun, where they differ
@@ -337,6 +337,10 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     "sum_row: row table through the read-only cache": ("sum_row", "((const int*)table)[token * num_topk + lane()]",
                                                        "__ldg((const int*)table + token * num_topk + lane())", {"sum_row"}),
     "quantise_row: tokens past the read-only cache": ("quantise_row", "held[j][0] = load_nc(at)", "held[j][0] = load_row(at)", {"quantise_row"}),
+    "pack_rows: counters through the read-only cache": ("pack_rows", "((const int*)counters)[plane]", "__ldg((const int*)counters + plane)",
+                                                        {"pack_rows"}),
+    "sum_packed_row: volatile rows": ("sum_packed_row", "*(const uint2*)(from", "*(const volatile unsigned*)(from) ? uint2() : *(const uint2*)(from",
+                                      {"sum_packed_row"}),
     "quantise_row: scales beside the rows": ("quantise_row", "row_at(window, slot_scales, max", "row_at(window, slot, max", {"quantise_row"}),
     "publish_abort: plain store to HEAD": ("publish_abort", "store_relaxed_sys(peer_at(window, at + 8, peer), word)",
                                            "*(u64*)peer_at(window, at + 8, peer) = word", {"publish_abort"}),
@@ -356,7 +360,7 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     "FAIL is claimed within a block": (None, "atom.relaxed.gpu.global.cas", "atom.relaxed.cta.global.cas", MAY_FAIL),
     "rows of the window through the read-only cache": (None, "ld.global.L1::no_allocate.v4.u32", "ld.global.nc.L1::no_allocate.v4.u32",
                                                        {"gather_row", "sum_row", "copy_row", "push_row", "reduce_row", "ht_gather_row",
-                                                        "ht_copy_rows", "gather_member_row"}),
+                                                        "ht_copy_rows", "gather_member_row", "pack_rows"}),
     "publish_join: no fence": ("publish_join", FENCE, "", {"publish_join"}),
     "publish_join: one lane fences": ("publish_join", "  fence_system();", "  if (lane() == 0) fence_system();", {"publish_join"}),
     "publish_late: no fence": ("publish_late", FENCE, "", {"publish_late"}),

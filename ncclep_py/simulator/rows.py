@@ -9,13 +9,13 @@ __all__ = ["fma", "pack", "unpack"]
 BF16, FP16 = 0, 1
 
 
-def fma(x: np.ndarray, w: np.float32, total: np.ndarray) -> np.ndarray:
+def fma(x: np.ndarray, w: np.float32 | np.ndarray, total: np.ndarray) -> np.ndarray:
     """fp32(x * w + total), rounded once. All fp32.
 
     The product is exact in fp64. The fp64 sum is rounded to odd, so that the cast to fp32 rounds as if from the exact sum.
     """
     with np.errstate(all="ignore"):
-        product = x.astype(np.float64) * np.float64(w)
+        product = x.astype(np.float64) * w.astype(np.float64)
         addend = total.astype(np.float64)
         rough = product + addend
         back = rough - product
