@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ncclep_py.grid import whole_gpu
 from ncclep_py.kernels.shape import KernelShape
 
 if TYPE_CHECKING:
@@ -119,6 +120,14 @@ class Communicator(ABC):
     @abstractmethod
     def max_blocks(self) -> int:
         """Blocks this rank may run at once: its share of the device's multiprocessors."""
+
+    def multiprocessors(self) -> int:
+        """Multiprocessors this process may use."""
+        return self.max_blocks()
+
+    def gpu(self) -> tuple[str, int]:
+        """Name of this rank's GPU, the same for all ranks on it, and its multiprocessors; an empty name where grids have no limit."""
+        return "", 0
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -257,14 +266,24 @@ class NcclRank(Communicator):
         launch.check_loaded_nccl(_loaded_version())
         loaded = launch.load(launch.compile_kernel(launch.KernelSpec(name, shape), _arch(self.device)))
         per_sm = launch.occupancy(loaded, BLOCK_THREADS, shared_bytes)
-        room = per_sm * _multiprocessors(self.device)
-        if num_blocks * self.ranks_on_device > room:
-            raise ValueError(f"max_num_sms gives {num_blocks} blocks for each of {self.ranks_on_device} ranks on this GPU, which runs only {room} "
-                             "at once; ranks wait for each other, so all must fit")
+        room = per_sm * self.multiprocessors()
+        if num_blocks > room:
+            raise ValueError(f"max_num_sms gives {name} {num_blocks} blocks, but only {room} run at once on what this rank may use of its GPU; "
+                             "blocks wait for other ranks, so all must fit")
         return _LoadedKernel(loaded, shared_bytes)
 
     def max_blocks(self) -> int:
-        return max(1, _multiprocessors(self.device) // self.ranks_on_device)
+        return max(1, min(self.multiprocessors(), self.gpu()[1] // self.ranks_on_device))
+
+    def multiprocessors(self) -> int:
+        return _multiprocessors(self.device)
+
+    def gpu(self) -> tuple[str, int]:
+        import torch
+
+        limit = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")
+        whole = whole_gpu(self.multiprocessors(), float(limit) if limit.replace(".", "", 1).isdigit() else None)
+        return str(torch.cuda.get_device_properties(self.device).uuid), whole
 
     def synchronize(self) -> None:
         import torch

@@ -165,7 +165,8 @@ class GroupConfig:
         num_topk: most experts per token of any handle, 1 to 32.
         algorithm: LOW_LATENCY or HIGH_THROUGHPUT.
         max_recv_tokens_per_rank: HT budget of received rows; AUTO sizes by query. LL ignores it.
-        max_num_sms: most streaming multiprocessors one operation may use; AUTO takes this rank's share of its GPU.
+        max_num_sms: most streaming multiprocessors one operation may use, from 1 (a block runs on each); AUTO takes this rank's share of its GPU, at
+            most 64. The ranks on one GPU together may not want more than it has.
         num_slots: payload slots of the symmetric window, i.e. how many dispatches may be live at once.
         num_staging_slots: staging slots for staged operations (``send_only``), each ``M * num_topk`` rows; 0 takes no memory and refuses
             ``send_only``. w staged combines in flight need w of them, and 2w so that none waits for the slowest rank's last `Handle.complete`.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ncclep_py.communicator import Communicator, Kernel, SymmetricWindow
 from ncclep_py.config import Algorithm, GroupConfig, HandleConfig, Layout
 from ncclep_py.errors import Code, EpClosedError, EpError, EpMaskedError, EpRefusedError, ErrorRecord
+from ncclep_py.grid import default_blocks, own_problem, shared_problem
 from ncclep_py.masking import Masking
 from ncclep_py.memory_map import FLIGHT_NEXT, RECORD_FIELDS, WORD, LocalMap, WindowMap, align
 from ncclep_py.refusal import SENTENCES
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["Group"]
 
 FIRST_EPOCH = 1
-MAX_DEFAULT_BLOCKS = 64
 MAX_PLACES = 64
 """Payload slots and user windows an operation can name (`signature.Signature.slot`)."""
 
@@ -47,7 +47,7 @@ class Group(Masking):
         """Internal: use `create`."""
         self.comm, self.config, self.rank, self.num_ranks = comm, config, comm.rank, comm.num_ranks
         self.map, self.local_map = self.plans(config, comm.num_ranks)
-        self.num_blocks = config.max_num_sms or min(comm.max_blocks(), MAX_DEFAULT_BLOCKS)
+        self.num_blocks = default_blocks(config.max_num_sms, comm.max_blocks())
         self._window = comm.create_window(self.map.total_bytes, self.map.regions())
         self._local = comm.zeros(self.local_map.total_bytes, self.local_map.regions())
         self._record = comm.host_words(len(RECORD_FIELDS) * (2 if config.enable_mask else 1))
@@ -79,13 +79,17 @@ class Group(Masking):
         if comm.capturing():
             raise EpError("a group cannot be created during graph capture, since its window must be allocated and registered: create the group and "
                           "its handles before capturing")
-        mine = _refuse_grid(comm, config)
-        answers = comm.exchange([config.agreed_fields(), mine])
-        _compare([dict(fields) for fields, _ in answers])
+        blocks = default_blocks(config.max_num_sms, comm.max_blocks())
+        mine = own_problem(blocks, comm.multiprocessors()) if comm.backend == "nccl" else ""
+        answers = comm.exchange([config.agreed_fields(), mine, [*comm.gpu(), blocks]])
+        _compare([dict(fields) for fields, _, _ in answers])
         config.check_ranks(comm.num_ranks)
+        places = [(gpu, multiprocessors, wanted) for _, _, (gpu, multiprocessors, wanted) in answers]
+        mine = mine or shared_problem(comm.rank, places)
         if mine:
             raise ValueError(mine)
-        for rank, (_, problem) in enumerate(answers):
+        for rank, (_, problem, _) in enumerate(answers):
+            problem = problem or shared_problem(rank, places)
             if problem:   # nobody goes on to a collective step that rank will not come to
                 raise EpRefusedError(f"rank {rank} refused to create the group: {problem}")
         if config.algorithm is Algorithm.HIGH_THROUGHPUT:
@@ -285,13 +289,6 @@ def _tag(epoch: int) -> int:
 def _warn_open(window: Any) -> None:
     warnings.warn("a ncclep_py Group was dropped without close(); its window stays registered until the process ends", ResourceWarning,
                   stacklevel=2)
-
-
-def _refuse_grid(comm: Communicator, config: GroupConfig) -> str:
-    """What is wrong with this rank's ``max_num_sms``, empty if nothing is."""
-    if config.max_num_sms and comm.backend == "nccl" and config.max_num_sms > comm.max_blocks():
-        return f"max_num_sms must be at most this rank's share of its GPU, {comm.max_blocks()}, got {config.max_num_sms}"
-    return ""
 
 
 def _compare(by_rank: Sequence[dict[str, str]]) -> None:

@@ -1092,7 +1092,7 @@ def test_a_grid_too_large_on_one_rank_is_told_to_all_before_the_window() -> None
         return str(raised.value)
 
     messages = run(3, program)
-    assert messages[1] == "max_num_sms must be at most this rank's share of its GPU, 2, got 9"
+    assert messages[1] == "max_num_sms must be at most what this rank may use of its GPU, 2 multiprocessors, got 9"
     assert messages[0] == messages[2] == "rank 1 refused to create the group: " + messages[1]
 
 
