@@ -29,7 +29,8 @@ def test_ranks_on_one_gpu_together() -> None:
 
 
 @pytest.mark.parametrize(("seen", "percentage", "least", "most"), [(132, None, 132, 132), (132, 100.0, 132, 132), (18, 12.5, 120, 132),
-                                                                  (34, 25.0, 120, 132), (66, 50.0, 120, 132), (2, 1.0, 2, 132), (132, 12.5, 132, 132)])
+                                                                  (34, 25.0, 120, 132), (66, 50.0, 120, 132), (2, 1.0, 2, 132),
+                                                                  (132, 12.5, 132, 132)])
 def test_whole_gpu_is_never_overestimated(seen: int, percentage: float | None, least: int, most: int) -> None:
     """132 multiprocessors, of which a process under MPS sees its percentage, rounded up to whole pairs."""
     assert least <= whole_gpu(seen, percentage) <= most
