@@ -168,6 +168,7 @@ class GroupConfig:
         max_num_sms: most streaming multiprocessors one operation may use, from 1 (a block runs on each); AUTO takes this rank's share of its GPU, at
             most 64. The ranks on one GPU together may not want more than it has.
         num_slots: payload slots of the symmetric window, i.e. how many dispatches may be live at once.
+        slot_layout: LL: the only layout of the group's handles, if there is only one; UNSET allows both. RANK_MAJOR makes slots E / R times smaller.
         num_staging_slots: staging slots for staged operations (``send_only``), each ``M * num_topk`` rows; 0 takes no memory and refuses
             ``send_only``. w staged combines in flight need w of them, and 2w so that none waits for the slowest rank's last `Handle.complete`.
         timeout_ns: nanoseconds a device-side wait may last; AUTO is 100 s, as in the reference.
@@ -191,6 +192,7 @@ class GroupConfig:
     max_recv_tokens_per_rank: int = AUTO
     max_num_sms: int = AUTO
     num_slots: int = 1
+    slot_layout: Layout = Layout.UNSET
     num_staging_slots: int = 0
     timeout_ns: int = AUTO
     enable_mask: bool = False
@@ -220,6 +222,9 @@ class GroupConfig:
             raise ValueError(f"enable_mask must be False for {self.algorithm.name}; only LOW_LATENCY has masks")
         if self.enable_mask and self.num_staging_slots:
             raise NotImplementedError("enable_mask is not built yet for staged operations; set num_staging_slots to 0")
+        object.__setattr__(self, "slot_layout", _member("slot_layout", Layout, self.slot_layout))
+        if self.slot_layout is Layout.FLAT or self.slot_layout and self.algorithm is not Algorithm.LOW_LATENCY:
+            raise ValueError(f"slot_layout must be UNSET, or for LOW_LATENCY EXPERT_MAJOR or RANK_MAJOR, got {self.slot_layout.name}")
         object.__setattr__(self, "zero_copy", _member("zero_copy", ZeroCopyMode, self.zero_copy))
         if self.num_topk > self.num_experts:
             raise ValueError(f"num_topk must be at most num_experts = {self.num_experts}, got {self.num_topk}")

@@ -162,6 +162,8 @@ class Handle:
         import torch
 
         self.group, self.id, self.layout, self.config = group, handle_id, _known_layout(layout), config
+        if group.config.slot_layout not in (Layout.UNSET, self.layout):
+            raise ValueError(f"layout must be GroupConfig.slot_layout = {group.config.slot_layout.name}, got {self.layout.name}")
         if topk_idx is None and num_topk is None:
             raise ValueError("create_handle needs topk_idx or num_topk, got neither")
         if topk_idx is not None:

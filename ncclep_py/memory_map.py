@@ -55,7 +55,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ncclep_py.config import GroupConfig
+from ncclep_py.config import GroupConfig, Layout
 from ncclep_py.member_map import LocalMembers, WindowMembers
 
 __all__ = ["RECORD_FIELDS", "LocalMap", "WindowMap", "align"]
@@ -98,6 +98,7 @@ class WindowMap:
         recv_weights: RANK_MAJOR, offset in a slot of the received weights ``[R, M, K]`` float32.
         total_bytes: size of the window.
         members: words of groups with ``enable_mask``, None without.
+        slot_rows: rows a slot has room for, L * R * M, or R * M if it only ever holds RANK_MAJOR rows.
     """
 
     num_ranks: int
@@ -124,6 +125,7 @@ class WindowMap:
     staging_bytes: int = 0
     num_staging: int = 0
     members: WindowMembers | None = None
+    slot_rows: int = 0
 
     @classmethod
     def build(cls, config: GroupConfig, num_ranks: int) -> WindowMap:
@@ -144,26 +146,22 @@ class WindowMap:
         if experts * plane_rows >= 1 << 31:
             raise ValueError("num_experts * num_ranks * max_dispatch_tokens_per_rank must be below 2^31 (row ids have 32 bits), got "
                              f"{experts} * {num_ranks} * {config.max_dispatch_tokens_per_rank}")
-        recv_ids = align(experts // num_ranks * plane_rows * config.token_bytes, 128)
+        slot_rows = plane_rows * (1 if config.slot_layout is Layout.RANK_MAJOR else experts // num_ranks)
+        recv_ids = align(slot_rows * config.token_bytes, 128)
         recv_weights = recv_ids + align(plane_rows * config.num_topk * WORD // 2, 128)
         slot_bytes = align(recv_weights + plane_rows * config.num_topk * WORD // 2, SLOT_ALIGNMENT)
         origins = slots + config.num_slots * slot_bytes
-        origins_bytes = align(experts // num_ranks * plane_rows * 4, SLOT_ALIGNMENT) if num_staging else 0
+        origins_bytes = align(slot_rows * 4, SLOT_ALIGNMENT) if num_staging else 0
         staging = origins + config.num_slots * origins_bytes
         staging_bytes = align(config.max_dispatch_tokens_per_rank * config.num_topk * config.row_bytes, SLOT_ALIGNMENT) if num_staging else 0
         return cls(num_ranks, experts, heads, arrived, counts, slots, slot_bytes, config.num_slots, plane_rows, config.row_bytes,
                    config.token_bytes, recv_ids, recv_weights, staging + num_staging * staging_bytes, count_bank, flights, released, arrivals,
-                   origins, origins_bytes, staging, staging_bytes, num_staging, members)
+                   origins, origins_bytes, staging, staging_bytes, num_staging, members, slot_rows)
 
     @property
     def num_local_experts(self) -> int:
         """Experts on one rank."""
         return self.num_experts // self.num_ranks
-
-    @property
-    def slot_rows(self) -> int:
-        """Rows of one slot."""
-        return self.num_local_experts * self.plane_rows
 
     def head_bank(self, epoch: int) -> tuple[int, int]:
         """First byte and end of the HEAD bank that operations of `epoch`'s parity use."""
