@@ -67,7 +67,7 @@ def test_slots_for_rank_major_only() -> None:
 
     with LocalWorld(3, "sim") as world:
         world.run(program)
-    small, both = (WindowMap.build(GroupConfig(6, 4, 16, num_topk=2, slot_layout=only), 3) for only in (Layout.RANK_MAJOR, Layout.UNSET))
+    small, both = (WindowMap.build(GroupConfig(6, 4, 512, num_topk=2, slot_layout=only), 3) for only in (Layout.RANK_MAJOR, Layout.UNSET))
     assert small.slot_rows == 12 and both.slot_rows == 24 and small.slot_bytes < both.slot_bytes
 
 
