@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from ncclep_py.handle import Handle
     from ncclep_py.recipes import Sent
 
-__all__ = ["SENDS", "Flight", "fixed_values", "take_stage"]
+__all__ = ["REFUSED", "SENDS", "Flight", "fixed_values", "take_stage"]
 
 SENDS = {"ll_dispatch_send": "ll_dispatch_complete", "ll_rank_major_send": "ll_rank_major_complete", "ll_combine_send": "ll_combine_complete"}
 """Complete half of each send half."""
+
+REFUSED = ""
+"""Name of the complete half of an operation this rank refused: it is enqueued already, and `complete` only frees the staging slot."""
 
 
 @dataclasses.dataclass

@@ -39,7 +39,7 @@ from ncclep_py.config import (
     _member,
 )
 from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, Status
-from ncclep_py.flight import SENDS, Flight, fixed_values, take_stage
+from ncclep_py.flight import REFUSED, SENDS, Flight, fixed_values, take_stage
 from ncclep_py.recipes import Sent, check_nvfp4, check_recipe
 from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind
@@ -531,8 +531,10 @@ class Handle:
         flight, self._flight = self._flight, None
         if flight is None:
             return None
-        if flight.name == "ll_combine_complete":
+        if flight.name in ("ll_combine_complete", REFUSED):
             self.group.staging_owner[flight.slot] = 0
+        if flight.name == REFUSED:
+            return None
         self._land(flight.name, flight.slot, flight.own, flight.tensors, flight.sent, flight.place)
         self._copy_all(flight.copies)
         self.group.raise_reported()
@@ -553,7 +555,10 @@ class Handle:
                 tensor.record_stream(torch.cuda.current_stream())   # it may be freed now, by a stream that knows nothing of this one
 
     def close(self) -> None:
-        """Give the slot back; local and idempotent. GPU work on it must be done or stream-ordered before what comes next."""
+        """Give the slot back; local and idempotent. GPU work on it must be done or stream-ordered before what comes next.
+
+        Complete a staged operation before: a combine that is never completed keeps its staging slot until the group is closed.
+        """
         if not self._closed:
             self._closed = True
             if self._slot >= 0 and self.group.slot_owner[self._slot] in (self.id, -self.id):
@@ -576,6 +581,8 @@ class Handle:
             raise EpClosedError(f"cannot {what}: the group is closed")
 
     def _check_landed(self, what: str) -> None:
+        if self._flight is not None and self._flight.name == REFUSED:
+            self.complete()
         if self._flight is not None:
             flies = "combine" if "combine" in self._flight.name else "dispatch"
             raise EpError(f"cannot {what}: the handle's {flies} is in flight; call complete() first, or use another handle")
@@ -668,9 +675,12 @@ class Handle:
         kernel = self._kernel(name, None if sent is None else sent.wire)
         group.keep(tensors)
         refused_here = group.comm.submit(kernel, values, group.num_blocks, name, tensors, refusing=status != Status.GO)
-        if name == "ll_combine_send" and (refused_here or status != Status.GO):   # over on this rank: nobody will call complete
-            group.staging_owner[self._stage] = 0
+        if name == "ll_combine_send" and (refused_here or status != Status.GO):   # over on this rank: give the staging slot back to the peers
             self._land(SENDS[name], self._stage, (0, 0, 0), ())
+            if refused_here:
+                group.staging_owner[self._stage] = 0
+            else:   # ranks in other processes hold theirs until they complete; so do I, so that all choose the same slots
+                self._flight = Flight(REFUSED, self._stage, (), (), None)
         if refused_here:
             group.check()
 

@@ -75,6 +75,13 @@ def test_kernel_fits_with_staging(name, dtype):
     fits(launch.compile_kernel(launch.KernelSpec(name, shape(dtype, num_topk=32, ranks=1, staging=4))))
 
 
+@pytest.mark.parametrize("name", ["ll_rank_major_dispatch", "ll_rank_major_send", "ll_rank_major_complete", "ll_combine_send", "ll_combine_complete",
+                                  "ll_copy"])
+def test_rank_major_kernel_fits_with_staging(name):
+    fits(launch.compile_kernel(launch.KernelSpec(name, shape(layout=Layout.RANK_MAJOR, staging=4))))
+    fits(launch.compile_kernel(launch.KernelSpec(name, shape(num_topk=32, ranks=1, layout=Layout.RANK_MAJOR, staging=4))))
+
+
 WIRES = {"QUANT_FWD": Wire(3584 + 512, 448), "DS_FP8": Wire(7168, 224, True), "DS_FP8 rounded": Wire(7168, 224, True, True)}
 
 

@@ -262,6 +262,31 @@ def test_a_refused_half_is_refused_everywhere_and_the_next_is_right(who: int) ->
             assert f"rank {who} refused the call (an argument of the wrong shape)" in told[1]
 
 
+def test_a_refusal_of_another_process_leaves_all_with_the_same_slots() -> None:
+    """Where a refusal is not known at once, the others hold their staging slot until they complete; the rank that refused must do so, too."""
+    def program(comm: object) -> None:
+        submit = comm.submit
+        comm.submit = lambda *a, **k: submit(*a, **k) and False
+        x, ids, w = inputs(comm.rank, 3)
+        with Group.create(comm, config(num_staging_slots=2)) as group:
+            a, b = (group.create_handle(Layout.EXPERT_MAJOR, ids) for _ in range(2))
+            rows = [h.dispatch(x).tokens for h in (a, b)]
+            want = b.combine(rows[1], topk_weights=w)
+            for finish in (lambda: a.complete(), lambda: a.dispatch(x)):
+                with pytest.raises(ValueError, match="topk_weights must have shape"):
+                    a.combine(rows[0], topk_weights=w[:1], config=PUSH)
+                assert group.staging_owner == [a.id, 0]
+                out = b.combine(rows[1], topk_weights=w, config=PUSH)
+                assert group.staging_owner == [a.id, b.id]
+                b.complete()
+                assert bits_equal(out, want)
+                finish()
+                assert group.staging_owner == [0, 0]
+            group.check()
+
+    run(program, 1)
+
+
 def test_a_staged_call_against_a_fused_one_is_named() -> None:
     def program(comm: object) -> str:
         x, ids, _ = inputs(comm.rank, 3)
