@@ -25,7 +25,7 @@ agree on, too:
   look at these words in every operation and raise the async error: results since it was masked are suspect.
 * M7 ``mask_clean`` is the same agreement among all ranks on words of its own, with an epoch of its own: who comes within the timeout is a member
   afterwards, and all members continue at the largest of their epochs + 1. Slots are empty then. A rank that the others went on without, and that
-  meets none of them, is no member: else it would be a group of its own.
+  meets none of them, is no member: else it would be a group of its own. It knows from VERDICT, which mask_clean sets, too.
 
 Agreement by induction: members of attempt n have equal masks, learn the same outcome of n (M3), hence have equal masks in n + 1. A member that
 reads a vote of an epoch after its own has been masked: votes of n + 1 change only after JOIN(n + 1) of all members, or when a member waited for a
@@ -93,6 +93,7 @@ class LocalMembers:
         outcome: u64 {epoch << 32 | result} of the last attempt; the last block tells the others.
         masked_at: ``[32]`` of u64, epoch in which a masked rank was masked << 32 | what was reported about it since.
         waited: ``[32]`` of u64, nanoseconds waited for each rank.
+        wrote: u64, the last vote this rank cast after a join: whether it began to write.
         clean_epoch: u64, epoch of the next ``mask_clean``.
         scratch: FAIL and record of ``mask_clean``, whose result the host reads from `outcome`.
         end: end of all.
@@ -102,6 +103,7 @@ class LocalMembers:
     outcome: int
     masked_at: int
     waited: int
+    wrote: int
     clean_epoch: int
     scratch: int
     end: int
@@ -109,10 +111,10 @@ class LocalMembers:
     @classmethod
     def build(cls, begin: int) -> LocalMembers:
         """The plan from byte `begin`, a multiple of 128."""
-        return cls(begin, begin + 128, begin + 256, begin + 512, begin + 768, begin + 896, begin + 1024)
+        return cls(begin, begin + 128, begin + 256, begin + 512, begin + 768, begin + 776, begin + 896, begin + 1024)
 
     def regions(self) -> list[tuple[str, int, int]]:
         """(name, first byte, end byte) of every region."""
         return [("MASK", self.mask, self.mask + 8), ("OUTCOME", self.outcome, self.outcome + 8), ("MASKED_AT", self.masked_at, self.waited),
-                ("WAITED", self.waited, self.clean_epoch), ("CLEAN_EPOCH", self.clean_epoch, self.clean_epoch + 8),
+                ("WAITED", self.waited, self.wrote), ("WROTE", self.wrote, self.wrote + 8), ("CLEAN_EPOCH", self.clean_epoch, self.clean_epoch + 8),
                 ("CLEAN_FAIL", self.scratch, self.scratch + 16), ("CLEAN_RECORD", self.scratch + 64, self.scratch + 128)]

@@ -150,7 +150,7 @@ def test_combine_mutant_is_red(name: str) -> None:
 STAGED = {"count_bank", "outcome", "keep_counters", "store_origins", "copy_table", "count_rows", "push_row", "reduce_row",
           "copy_row"}   # tests/test_staged.py
 MASKED = {"read_mask", "next_epoch", "publish_join", "wait_joins", "wait_member_counts", "sum_member_counts", "drop_rows", "gather_member_row",
-          "settle", "attempt_code", "publish_late", "conclude", "tell_outcome", "await_outcome", "read_verdict", "catch_up", "is_stranded",
+          "settle", "publish_late", "conclude", "tell_outcome", "await_outcome", "read_verdict", "catch_up", "is_stranded",
           "readmit"}
 """Tested in tests/test_mask_mutations.py."""
 OTHER_PROGRAMS = {"count_ranks", "assign_ranks", "send_routing", "publish_arrived_rows", "take_arrived_rows", "sum_row",

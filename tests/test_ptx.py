@@ -27,12 +27,13 @@ POINTERS = ("word", "header", "counter", "fail", "record", "topk_idx", "tokens",
             "origins", "rows", "staging", "target")
 POINTERS += ("partials", "hits", "kept_rows", "routes", "place_table", "zones", "expert_offsets", "unpadded", "total", "recv_idx", "recv_weights",
              "grads", "source", "target", "counters", "row_scales")
-POINTERS += ("joins", "details", "votes", "members", "masked_at", "outcome", "waited", "notice")
+POINTERS += ("joins", "details", "votes", "members", "masked_at", "outcome", "waited", "wrote", "notice")
 NOUN = {"word": "epoch", "counter": "blocks_done", "counts": "count", "heads": "head", "joins": "join", "details": "detail",
         "votes": "vote"}   # parameter -> noun, where they differ
 SYNONYM = {"signature": "head"}   # two words of one HEAD; loads cannot be told apart, stores by what they store
 VOTES = {"ld.relaxed.sys vote", "atom.acq_rel.sys vote", "fence.sc.sys"}   # an attempt that ends early, and the vote of a rank (test_votes_are_total)
-ASIDE = {"waited": {"ld.weak waited", "st.weak waited"}, "notice": {"ld.volatile notice", "st.volatile notice", "membar.sys", "fence.sc.sys"}}
+ASIDE = {"waited": {"ld.weak waited", "st.weak waited"}, "wrote": {"st.weak wrote"},
+         "notice": {"ld.volatile notice", "st.volatile notice", "membar.sys", "fence.sc.sys"}}
 FAILURE = {"ld.relaxed.gpu fail", "atom.relaxed.gpu fail", "ld.volatile record", "st.volatile record", "membar.sys", "fence.sc.sys"}
 
 
@@ -290,7 +291,7 @@ PUBLISHES = {"publish_head", "publish_abort", "publish_counts", "publish_arrived
 HT_WAITS, HT_PUBLISHES = {"ht_wait_hits", "ht_store_zones"}, {"ht_publish_hits", "ht_publish_kept"}
 WAITS, PUBLISHES = WAITS | HT_WAITS, PUBLISHES | HT_PUBLISHES
 FENCES = {"publish_head", "wait_heads", "publish_arrived", "wait_arrived", "publish_arrived_rows"}
-WAITS |= {"wait_joins", "wait_member_counts", "sum_member_counts", "settle", "conclude", "read_verdict", "catch_up", "is_stranded", "readmit"}
+WAITS |= {"wait_joins", "wait_member_counts", "sum_member_counts", "settle", "conclude", "read_verdict", "catch_up", "readmit"}
 PUBLISHES |= {"publish_join", "publish_late"}
 FENCES |= {"publish_join", "wait_joins", "settle", "publish_late"}
 VOTERS = {"wait_joins", "wait_member_counts", "sum_member_counts", "settle", "conclude"}
@@ -356,7 +357,7 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     "count_in is relaxed": (None, "atom.acq_rel.gpu.global.inc", "atom.relaxed.gpu.global.inc", {"last_block"}),
     "count_in has block scope": (None, "atom.acq_rel.gpu.global.inc", "atom.acq_rel.cta.global.inc", {"last_block"}),
     "FAIL is read plainly": (None, "ld.relaxed.gpu.global.u64", "ld.global.u64",
-                             MAY_FAIL | {"op_code", "publish_abort", "outcome", "await_outcome", "attempt_code"}),
+                             MAY_FAIL | {"op_code", "publish_abort", "outcome", "await_outcome"}),
     "FAIL is claimed within a block": (None, "atom.relaxed.gpu.global.cas", "atom.relaxed.cta.global.cas", MAY_FAIL),
     "rows of the window through the read-only cache": (None, "ld.global.L1::no_allocate.v4.u32", "ld.global.nc.L1::no_allocate.v4.u32",
                                                        {"gather_row", "sum_row", "copy_row", "push_row", "reduce_row", "ht_gather_row",
@@ -377,8 +378,8 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     "await_outcome: no fence": ("await_outcome", "    fence_device();", "", {"await_outcome"}),
     "await_outcome: no barrier": ("await_outcome", "tell_block(code)", "code", {"await_outcome"}),
     "the outcome is told plainly": (None, "st.relaxed.gpu.global.u64", "st.global.u64", {"tell_outcome"}),
-    "votes are relaxed": (None, "atom.acq_rel.sys.global.cas", "atom.relaxed.sys.global.cas", VOTERS),
-    "votes have gpu scope": (None, "atom.acq_rel.sys.global.cas", "atom.acq_rel.gpu.global.cas", VOTERS),
+    "votes are relaxed": (None, "atom.acq_rel.sys.global.cas", "atom.relaxed.sys.global.cas", VOTERS | {"is_stranded", "readmit"}),
+    "votes have gpu scope": (None, "atom.acq_rel.sys.global.cas", "atom.acq_rel.gpu.global.cas", VOTERS | {"is_stranded", "readmit"}),
     "the fence of the outcome has block scope": (None, "fence.acq_rel.gpu", "fence.acq_rel.cta", {"tell_outcome", "await_outcome"}),
     "the fence of the votes is weaker": (None, "fence.sc.sys", "fence.acq_rel.sys", VOTERS),
     "count_rows: no barrier after": ("count_rows", "  }\n  __syncthreads();", "  }", {"count_rows"}),

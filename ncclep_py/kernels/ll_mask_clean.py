@@ -23,8 +23,8 @@ def make_ll_mask_clean(shape: KernelShape, ops: Vocabulary) -> Callable[..., Non
     plan, mine = shape.window.members, shape.local.members
     assert plan is not None and mine is not None and plan.clean is not None
     JOINS, DETAILS, VOTES, HEADERS, OPERATIONS = plan.clean.joins, plan.clean.details, plan.clean.votes, shape.local.headers, plan.votes
-    EPOCH, CLEAN_EPOCH, MASK, OUTCOME, MASKED_AT, WAITED = (
-        shape.local.epoch, mine.clean_epoch, mine.mask, mine.outcome, mine.masked_at, mine.waited)
+    EPOCH, CLEAN_EPOCH, MASK, OUTCOME, MASKED_AT, WAITED, WROTE = (
+        shape.local.epoch, mine.clean_epoch, mine.mask, mine.outcome, mine.masked_at, mine.waited, mine.wrote)
     FAIL, RECORD = mine.scratch, mine.scratch + 64
     ATTEMPTS, AGAIN, EXCLUDED = 2 * shape.num_ranks + 2, int(Code.AGAIN), int(Code.EXCLUDED)
     warp_idx, read_epoch, advance_epoch, next_epoch, read_mask = ops.warp_idx, ops.read_epoch, ops.advance_epoch, ops.next_epoch, ops.read_mask
@@ -37,8 +37,8 @@ def make_ll_mask_clean(shape: KernelShape, ops: Vocabulary) -> Callable[..., Non
         for _ in range(ATTEMPTS):
             if warp_idx() == 0:
                 publish_join(window, JOINS, DETAILS, rank, RANKS, epoch, signature, mask, own, 0)
-            code = wait_joins(window, JOINS, DETAILS, VOTES, rank, RANKS, epoch, signature, mask, 1, local + WAITED, local + FAIL, local + RECORD,
-                              timeout)
+            code = wait_joins(window, JOINS, DETAILS, VOTES, rank, RANKS, epoch, signature, mask, 1, local + WAITED, local + WROTE, local + FAIL,
+                              local + RECORD, timeout)
             if code == AGAIN:
                 mask = read_verdict(window, VOTES)
                 epoch = next_epoch(epoch)
@@ -53,7 +53,8 @@ def make_ll_mask_clean(shape: KernelShape, ops: Vocabulary) -> Callable[..., Non
                 if is_stranded(window, OPERATIONS, rank, RANKS, own, mask, read_mask(local + MASK)) == 1:
                     code = EXCLUDED
             if code == 0:
-                readmit(window, DETAILS, rank, RANKS, epoch, mask, local + MASK, local + MASKED_AT, local + EPOCH, local + HEADERS, num_slots)
+                readmit(window, DETAILS, OPERATIONS, rank, RANKS, epoch, mask, local + MASK, local + MASKED_AT, local + EPOCH, local + HEADERS,
+                        num_slots)
             if code == EXCLUDED:
                 epoch = last
             advance_epoch(local + CLEAN_EPOCH, epoch)

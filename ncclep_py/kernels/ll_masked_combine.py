@@ -23,18 +23,17 @@ def make_ll_masked_combine(shape: KernelShape, ops: Vocabulary) -> Callable[...,
     assert plan is not None and mine is not None
     PLANE_ROWS, ARRIVED, JOINS, DETAILS, VOTES = shape.window.plane_rows, shape.window.arrived, plan.joins, plan.details, plan.votes
     EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
-    MASK, OUTCOME, MASKED_AT, WAITED = mine.mask, mine.outcome, mine.masked_at, mine.waited
+    MASK, OUTCOME, MASKED_AT, WAITED, WROTE = mine.mask, mine.outcome, mine.masked_at, mine.waited, mine.wrote
     ATTEMPTS, AGAIN, NOTICE = 2 * shape.num_ranks + 2, int(Code.AGAIN), 64
     block_idx, warp_idx, read_epoch, advance_epoch, read_mask = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch, ops.read_mask
     end_token, warp_token, token_step = ops.end_token, ops.warp_token, ops.token_step
     begin_vector, end_vector, gather_member_row = ops.begin_vector, ops.end_vector, ops.gather_member_row
-    publish_join, wait_joins, check_header, last_block, attempt_code = (
-        ops.publish_join, ops.wait_joins, ops.check_header, ops.last_block, ops.attempt_code)
+    publish_join, wait_joins, check_header, last_block = ops.publish_join, ops.wait_joins, ops.check_header, ops.last_block
     conclude, tell_outcome, await_outcome = ops.conclude, ops.tell_outcome, ops.await_outcome
 
     def ll_masked_combine(window, rank, local, record, weights, out, num_tokens, payload, slot, table, header, handle,  # noqa: ANN001, ANN202
                           signature, status, timeout):
-        fail, waited = local + FAIL, local + WAITED
+        fail, waited, wrote = local + FAIL, local + WAITED, local + WROTE
         begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
         for attempt in range(ATTEMPTS):
             epoch, mask = read_epoch(local + EPOCH), read_mask(local + MASK)
@@ -44,7 +43,7 @@ def make_ll_masked_combine(shape: KernelShape, ops: Vocabulary) -> Callable[...,
                     if (mask >> rank) & 1 == 0:
                         publish_join(window, JOINS, DETAILS, rank, RANKS, epoch, signature, mask, epoch, status)
             # ---- 2 wait and commit -------------------------------------------------------------------------------------
-            code = wait_joins(window, JOINS, DETAILS, VOTES, rank, RANKS, epoch, signature, mask, 1, waited, fail, record, timeout)
+            code = wait_joins(window, JOINS, DETAILS, VOTES, rank, RANKS, epoch, signature, mask, 1, waited, wrote, fail, record, timeout)
             ended = code
             if code == 0:
                 code = check_header(header, handle, rank, epoch, fail, record)
@@ -54,9 +53,6 @@ def make_ll_masked_combine(shape: KernelShape, ops: Vocabulary) -> Callable[...,
                     gather_member_row(payload, slot, table, weights, out, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop,
                                       mask)
             if last_block(local + BLOCKS_DONE) == 1:
-                failed = attempt_code(fail, epoch)
-                if failed != 0:
-                    code = failed
                 if warp_idx() == 0:
                     code = conclude(window, JOINS, ARRIVED, VOTES, rank, RANKS, local + MASK, local + MASKED_AT, epoch, mask, code,
                                     ATTEMPTS - 1 - attempt, record + NOTICE, fail, record)

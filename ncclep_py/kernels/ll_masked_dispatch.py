@@ -26,7 +26,7 @@ def make_ll_masked_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[...
     PLANE_ROWS, ARRIVED, COUNTS, JOINS, DETAILS, VOTES = (
         shape.window.plane_rows, shape.window.arrived, shape.window.counts, plan.joins, plan.details, plan.votes)
     EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
-    MASK, OUTCOME, MASKED_AT, WAITED = mine.mask, mine.outcome, mine.masked_at, mine.waited
+    MASK, OUTCOME, MASKED_AT, WAITED, WROTE = mine.mask, mine.outcome, mine.masked_at, mine.waited, mine.wrote
     ATTEMPTS, AGAIN, EXCLUDED, NOTICE = 2 * shape.num_ranks + 2, int(Code.AGAIN), int(Code.EXCLUDED), 64
     block_idx, warp_idx, read_epoch, advance_epoch, read_mask = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch, ops.read_mask
     first_token, end_token, token_part = ops.first_token, ops.end_token, ops.token_part
@@ -34,14 +34,14 @@ def make_ll_masked_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[...
     publish_join, wait_joins, count_experts, publish_counts = ops.publish_join, ops.wait_joins, ops.count_experts, ops.publish_counts
     wait_member_counts, assign_rows, drop_rows, scatter_row, quantise_row = (
         ops.wait_member_counts, ops.assign_rows, ops.drop_rows, ops.scatter_row, ops.quantise_row)
-    last_block, attempt_code, sum_member_counts, publish_arrived, settle = (
-        ops.last_block, ops.attempt_code, ops.sum_member_counts, ops.publish_arrived, ops.settle)
+    last_block, sum_member_counts, publish_arrived, settle = (
+        ops.last_block, ops.sum_member_counts, ops.publish_arrived, ops.settle)
     publish_late, store_header, conclude, tell_outcome, await_outcome = (
         ops.publish_late, ops.store_header, ops.conclude, ops.tell_outcome, ops.await_outcome)
 
     def ll_masked_dispatch(window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, payload, place, table,  # noqa: ANN001, ANN202
                            header, origins, kept, flight, flying, handle, signature, status, timeout):
-        fail, waited = local + FAIL, local + WAITED
+        fail, waited, wrote = local + FAIL, local + WAITED, local + WROTE
         first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
         begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
         for attempt in range(ATTEMPTS):
@@ -56,8 +56,7 @@ def make_ll_masked_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[...
             if (mask >> rank) & 1 == 0:
                 publish_counts(window, COUNTS, rank, RANKS, EXPERTS, epoch)
             # ---- 3 wait ----------------------------------------------------------------------------------------------
-            code = wait_joins(window, JOINS, DETAILS, VOTES, rank, RANKS, epoch, signature, mask, 0, waited, fail, record, timeout)
-            passed = code
+            code = wait_joins(window, JOINS, DETAILS, VOTES, rank, RANKS, epoch, signature, mask, 0, waited, wrote, fail, record, timeout)
             if code == 0:
                 code = wait_member_counts(window, COUNTS, VOTES, rank, RANKS, EXPERTS, epoch, mask, fail, record, timeout)
             # ---- 4 rows ----------------------------------------------------------------------------------------------
@@ -76,9 +75,6 @@ def make_ll_masked_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[...
                                         begin_vector(num_tokens, SCALE_BYTES), end_vector(num_tokens, SCALE_BYTES))
             # ---- 5 arrived and commit ----------------------------------------------------------------------------------
             if last_block(local + BLOCKS_DONE) == 1:
-                failed = attempt_code(fail, epoch)
-                if failed != 0:
-                    code = failed
                 if code == 0:
                     code = sum_member_counts(window, COUNTS, VOTES, rank, RANKS, EXPERTS, epoch, mask, PLANE_ROWS, expert_counters, fail, record,
                                              timeout)
@@ -91,8 +87,7 @@ def make_ll_masked_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[...
                     if code == 0:
                         store_header(header, epoch, handle)
                     if code == EXCLUDED:
-                        if passed == 0:
-                            publish_late(window, ARRIVED, rank, RANKS, epoch)
+                        publish_late(window, ARRIVED, rank, RANKS, epoch, wrote)
                     code = conclude(window, JOINS, ARRIVED, VOTES, rank, RANKS, local + MASK, local + MASKED_AT, epoch, mask, code,
                                     ATTEMPTS - 1 - attempt, record + NOTICE, fail, record)
                     advance_epoch(local + EPOCH, epoch)

@@ -95,7 +95,7 @@ OP ep_publish_join(i64 window, i64 joins, i64 details, i64 rank, i64 num_ranks, 
   return 0;
 }
 OP ep_wait_joins(i64 window, i64 joins, i64 details, i64 votes, i64 rank, i64 num_ranks, i64 epoch, i64 signature, i64 mask, i64 commits, i64 waited,
-                 i64 fail, i64 record, i64 timeout) {
+                 i64 wrote, i64 fail, i64 record, i64 timeout) {
   int code = 0;
   if (warp() == 0) {
     bool member = lane() < num_ranks && !(mask >> lane() & 1);
@@ -139,7 +139,10 @@ OP ep_wait_joins(i64 window, i64 joins, i64 details, i64 votes, i64 rank, i64 nu
         u64 found = 0;
         if (lane() == 0) found = vote_cas(mine, vote, want);
         found = __shfl_sync(~0u, found, 0);
-        if (found == vote) break;
+        if (found == vote) {
+          if (lane() == 0) *(u64*)wrote = want;   // M6: whether this rank began to write
+          break;
+        }
         vote = found;
       }
       if (!stop && code && lane() == 0)
@@ -232,15 +235,6 @@ OP ep_gather_member_row(i64 window, i64 slot, i64 table, i64 weights, i64 out, i
 }
 
 // ---- the end of an attempt ---------------------------------------------------------------------------------------------------------------------
-OP ep_attempt_code(i64 fail, i64 epoch) {
-  int code = 0;
-  if (warp() == 0) {   // one reading for the block, as in op_code
-    u64 v = lane() == 0 ? load_relaxed_gpu(fail) : 0;
-    v = __shfl_sync(~0u, v, 0);
-    code = u32(v >> 32) == u32(epoch) ? int(v & 255) : 0;
-  }
-  return tell_block(code);
-}
 OP ep_settle(i64 window, i64 arrived, i64 votes, i64 rank, i64 num_ranks, i64 epoch, i64 mask, i64 waited, i64 fail, i64 record, i64 timeout) {
   int code = 0;
   if (warp() == 0) {
@@ -272,9 +266,10 @@ OP ep_settle(i64 window, i64 arrived, i64 votes, i64 rank, i64 num_ranks, i64 ep
   }
   return tell_block(code);
 }
-OP ep_publish_late(i64 window, i64 arrived, i64 rank, i64 num_ranks, i64 epoch) {
+OP ep_publish_late(i64 window, i64 arrived, i64 rank, i64 num_ranks, i64 epoch, i64 wrote) {
+  u64 last = __shfl_sync(~0u, *(const u64*)wrote, 0);
   fence_system();   // by every publishing lane
-  for (int peer = lane(); peer < num_ranks; peer += 32)
+  for (int peer = lane(); peer < num_ranks && last == vote_word(epoch, WRITES, 0); peer += 32)
     store_relaxed_sys(peer_at(window, arrived + rank * 8, peer), tagged(epoch, LATE_STATUS << 24));
   return 0;
 }
@@ -378,17 +373,24 @@ OP ep_catch_up(i64 window, i64 votes, i64 num_ranks) {
   return tell_word(found);
 }
 OP ep_is_stranded(i64 window, i64 votes, i64 rank, i64 num_ranks, i64 epoch, i64 mask, i64 before) {
-  u64 verdict = __shfl_sync(~0u, load_relaxed_sys(peer_at(window, votes + 8, 0)), 0);
+  u64 verdict = lane() == 0 ? vote_cas(peer_at(window, votes + 8, 0), ~0ull, ~0ull) : 0;   // the latest: no vote is all ones
+  verdict = __shfl_sync(~0u, verdict, 0);
   u32 they = ~low_of(verdict) & ((1u << num_ranks) - 1);   // went on without me
   bool without_me = !(they >> rank & 1) && (distance(verdict, epoch) >= 0 || (before >> rank & 1));
   return without_me && !(they & ~u32(mask));
 }
-OP ep_readmit(i64 window, i64 details, i64 rank, i64 num_ranks, i64 epoch, i64 mask, i64 members, i64 masked_at, i64 word, i64 header, i64 num_slots) {
+OP ep_readmit(i64 window, i64 details, i64 votes, i64 rank, i64 num_ranks, i64 epoch, i64 mask, i64 members, i64 masked_at, i64 word, i64 header, i64 num_slots) {
   i64 source = lane() < num_ranks ? lane() : rank;
   u32 theirs = u32(load_relaxed_sys(peer_at(window, details + bank(epoch, num_ranks, source) * 32 + 16, rank)));
   u32 next = latest(theirs, ~u32(mask) & ((1u << num_ranks) - 1), num_ranks) + 1;
   if (lane() < num_ranks) ((u64*)masked_at)[lane()] = tagged(next, 0);
   if (lane() == 0) {
+    u64 at = peer_at(window, votes + 8, 0), old = load_relaxed_sys(at), want = vote_word(next - 1, LOCKED, u32(mask));
+    while (distance(old, next - 1) < 0) {   // so that who is left out can know (is_stranded)
+      u64 found = vote_cas(at, old, want);
+      if (found == old) break;
+      old = found;
+    }
     *(u64*)members = u32(mask);
     *(u64*)word = next;
     for (int i = 0; i < 2 * num_slots; ++i) ((i64*)header)[i] = 0;

@@ -15,7 +15,7 @@ from ncclep_py.simulator.task import Task
 from ncclep_py.simulator.waits import LOW, ahead, tagged
 from ncclep_py.simulator.words import Word
 
-__all__ = ["attempt_code", "await_outcome", "catch_up", "conclude", "drop_rows", "gather_member_row", "is_stranded", "next_epoch",
+__all__ = ["await_outcome", "catch_up", "conclude", "drop_rows", "gather_member_row", "is_stranded", "next_epoch",
            "publish_join", "publish_late", "read_mask", "read_verdict", "readmit", "settle", "sum_member_counts", "tell_outcome",
            "wait_joins", "wait_member_counts"]
 
@@ -196,7 +196,7 @@ def publish_join(call: Call, task: Task, window: int, joins: int, details: int, 
 
 
 def wait_joins(call: Call, task: Task, window: int, joins: int, details: int, votes: int, rank: int, num_ranks: int, epoch: int, signature: int,
-               mask: int, commits: int, waited: int, fail: int, record: int, timeout: int) -> int:
+               mask: int, commits: int, waited: int, wrote: int, fail: int, record: int, timeout: int) -> int:
     """Wait for JOIN of all members, then vote."""
     def at(offset: int) -> int:
         return call.sim.peer_address(task, window, offset, rank)
@@ -237,7 +237,7 @@ def wait_joins(call: Call, task: Task, window: int, joins: int, details: int, vo
                 code = Code.REFUSED if refused else Code.MISMATCH
                 low = code | who << 8 | (seen << 13 if refused else 0)
             want = _vote(epoch, FAILS, low) if code else _vote(epoch, COMMITS, mask) if commits else _vote(epoch, WRITES, 0)
-            stop = stop or not _cast(call, task, access.word(at(votes)), epoch, want)
+            stop = stop or not _cast(call, task, access.word(at(votes)), epoch, want, wrote)
             if not stop and code:
                 call.give_up(task, fail, record, Code(code), epoch, Phase.HEAD, rank, who, who, seen, signature if code == Code.MISMATCH else epoch)
         if stop:
@@ -245,11 +245,11 @@ def wait_joins(call: Call, task: Task, window: int, joins: int, details: int, vo
         return code
 
     return call.perform(
-        task, (window, joins, details, votes, rank, num_ranks, epoch, signature, mask, commits, waited, fail, record, timeout),
+        task, (window, joins, details, votes, rank, num_ranks, epoch, signature, mask, commits, waited, wrote, fail, record, timeout),
         {"join": join, "detail": vote})
 
 
-def _cast(call: Call, task: Task, word: Word, epoch: int, want: int) -> bool:
+def _cast(call: Call, task: Task, word: Word, epoch: int, want: int, wrote: int) -> bool:
     """Set my rank's vote, unless another of its blocks did; False if it is locked."""
     old = word.peek(task.agent).value
     while not (ahead(old >> 32, epoch) == 0 and _state(old) < LOCKED):
@@ -257,6 +257,7 @@ def _cast(call: Call, task: Task, word: Word, epoch: int, want: int) -> bool:
             return False
         found = _cas(call, task, word, old, want)
         if found == old:
+            call.sim.memory.write(task.agent, wrote, 8).view(np.uint64)[0] = want
             return True
         old = found
     return True
@@ -389,14 +390,20 @@ def settle(call: Call, task: Task, window: int, arrived: int, votes: int, rank: 
                         {"arrived": wait, "bar": commit})
 
 
-def publish_late(call: Call, task: Task, window: int, arrived: int, rank: int, num_ranks: int, epoch: int) -> int:
-    """ARRIVED with status LATE to all ranks."""
+def publish_late(call: Call, task: Task, window: int, arrived: int, rank: int, num_ranks: int, epoch: int, wrote: int) -> int:
+    """ARRIVED with status LATE to all ranks, if this rank began to write."""
+    last = 0
+
+    def look(access: Access) -> None:
+        nonlocal last
+        last = int(access.read(wrote, 8).view(np.uint64)[0])
+
     def tell(access: Access) -> None:
-        for peer in range(num_ranks):
+        for peer in range(num_ranks) if last == _vote(epoch, WRITES, 0) else ():
             access.store(call.sim.peer_address(task, window, arrived + 8 * rank, peer), tagged(epoch, Status.LATE << 24))
             call.scheduler.split()
 
-    return call.perform(task, (window, arrived, rank, num_ranks, epoch), {"arrived": tell})
+    return call.perform(task, (window, arrived, rank, num_ranks, epoch, wrote), {"wrote": look, "arrived": tell})
 
 
 def conclude(call: Call, task: Task, window: int, joins: int, arrived: int, votes: int, rank: int, num_ranks: int, members: int, masked_at: int,
@@ -509,32 +516,16 @@ def catch_up(call: Call, task: Task, window: int, votes: int, num_ranks: int) ->
     return call.perform(task, (window, votes, num_ranks), {"vote": look})
 
 
-def attempt_code(call: Call, task: Task, fail: int, epoch: int) -> int:
-    """Code with which this rank gave up this attempt."""
-    def read(access: Access) -> int:
-        if task.warp:
-            return 0
-        value = access.load(access.word(fail))
-        return value & 0xFF if value >> 32 == epoch else 0
-
-    return call.perform(task, (fail, epoch), {"fail": read})
-
-
 def is_stranded(call: Call, task: Task, window: int, votes: int, rank: int, num_ranks: int, epoch: int, mask: int, before: int) -> int:
     """Whether none of those who went on without me is a member."""
-    at = call.sim.peer_address(task, window, votes + 8, 0)
-
-    def look(access: Access) -> int:
-        verdict = access.load(access.word(at))
-        they = ~verdict & ((1 << num_ranks) - 1)
-        without_me = not they >> rank & 1 and (ahead(verdict >> 32, epoch) >= 0 or before >> rank & 1)
-        return int(bool(without_me and not they & ~mask))
-
-    return call.perform(task, (window, votes, rank, num_ranks, epoch, mask, before), {"vote": look})
+    verdict = _cas(call, task, call.sim.words.word(task.agent, call.sim.peer_address(task, window, votes + 8, 0)), None, 0)
+    they = ~verdict & ((1 << num_ranks) - 1)
+    without_me = not they >> rank & 1 and (ahead(verdict >> 32, epoch) >= 0 or before >> rank & 1)
+    return int(bool(without_me and not they & ~mask))
 
 
-def readmit(call: Call, task: Task, window: int, details: int, rank: int, num_ranks: int, epoch: int, mask: int, members: int, masked_at: int,
-            word: int, header: int, num_slots: int) -> int:
+def readmit(call: Call, task: Task, window: int, details: int, votes: int, rank: int, num_ranks: int, epoch: int, mask: int, members: int,
+            masked_at: int, word: int, header: int, num_slots: int) -> int:
     """Members, epoch and empty slots after `mask_clean`."""
     following = 0
 
@@ -543,6 +534,13 @@ def readmit(call: Call, task: Task, window: int, details: int, rank: int, num_ra
         spots = [call.sim.peer_address(task, window, details + 32 * _bank(epoch, num_ranks, r) + 16, rank) for r in range(num_ranks)
                  if not mask >> r & 1]
         following = (_latest([access.load(access.word(spot)) & LOW for spot in spots]) + 1) & LOW
+        verdict = access.word(call.sim.peer_address(task, window, votes + 8, 0))
+        old = _cas(call, task, verdict, None, 0)
+        while ahead(old >> 32, following - 1) < 0:   # so that who is left out can know
+            found = _cas(call, task, verdict, old, _vote(following - 1, LOCKED, mask))
+            if found == old:
+                break
+            old = found
 
     def words(address: int, values: Callable[[], list[int]]) -> Callable[[Access], None]:
         def write(access: Access) -> None:
