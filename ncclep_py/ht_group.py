@@ -66,7 +66,8 @@ class HTGroup(Group):
         local, record = self.addresses()
         nothing = local + self.local_map.header(config.num_slots)   # the header of no slot and of no maps
         signature = Signature(kind, 0, config.token_type, 0, 0, config.num_topk, config.row_bytes // 16).pack()
-        values = (self._window.handle, self.rank, local, record, nothing, 0, 0, 0, -1, self.map.slots, nothing, 0, signature, 0, config.wait_ns)
+        window, slots = self._window.handle, self.map.slots
+        values = (window, self.rank, local, record, nothing, 0, 0, 0, -1, window, slots, slots, nothing, 0, signature, 0, config.wait_ns)
         self.comm.submit(kernel, values, self.num_blocks, kind.name.lower(), ())
 
 

@@ -27,6 +27,7 @@ from ncclep_py.config import (
     HandleConfig,
     Layout,
     PassDir,
+    ZeroCopyMode,
     _member,
 )
 from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, EpStaleError, Status
@@ -219,6 +220,7 @@ class HTHandle:
             if layout_info is not None:
                 kind = _member("layout_info.recv_topk_idx_kind", ExpertIdKind, layout_info.recv_topk_idx_kind)
             sent = self._check_dispatch(given, weights, made, config or PLAIN_DISPATCH, backward)
+            place = self._place("outputs.tokens", made.tokens, slot, sent is None)
             kernel = self._kernel("ht_dispatch", None if sent is None else sent.wire)
         global_ids = int(self._flat and not backward and kind is ExpertIdKind.GLOBAL)
         visible = plan.recv_rows if made.tokens is None else min(int(made.tokens.shape[0]), plan.recv_rows)
@@ -226,9 +228,9 @@ class HTHandle:
         scales, tensors = given.scales, [given.tokens] + [t for t in (weights, given.scales) if t is not None]
         own = (given.tokens.data_ptr(), 0 if backward else weights.data_ptr(), 0 if scales is None else scales.data_ptr(), self._num_tokens, visible,
                exposed, int(not backward), global_ids)
-        self._launch("ht_dispatch", slot, backward, Status.GO, own, tensors, kernel, global_ids, sent)
+        self._launch("ht_dispatch", slot, backward, Status.GO, own, tensors, kernel, global_ids, sent, place)
         self._routings[backward] = self._routing   # only now: a dispatch known to be refused leaves nothing to combine
-        self._deliver(made, slot, sent, backward)
+        self._deliver(made, slot, sent, backward, place)
         made.layout_info, made.generation = self.layout_info, self._generation
         return made
 
@@ -291,7 +293,7 @@ class HTHandle:
             check_tensor(name, weights, (self._num_tokens, self.num_topk), (torch.float32,), self.group.comm.device, aligned=False)
             self._seen.passed(name, weights)
 
-    def _deliver(self, made: DispatchOutputs, slot: int, sent: Sent | None, backward: bool) -> None:
+    def _deliver(self, made: DispatchOutputs, slot: int, sent: Sent | None, backward: bool, place: int) -> None:
         """Set or fill what the caller sees of a dispatch."""
         plan = self.group.map
         fields: list[tuple[str, torch.Tensor]] = [("tokens", self.rows(slot) if sent is None else self._view(slot, 0, sent.dtype, sent.width))]
@@ -303,6 +305,8 @@ class HTHandle:
             held = getattr(made, name)
             if held is None:
                 setattr(made, name, received)
+            elif name == "tokens" and place >= 0:
+                pass   # peers wrote there
             elif held.data_ptr() != received.data_ptr() and held.numel():
                 if name == "topk_weights" and self._flat:   # with the zeros after them
                     held.detach()[: plan.recv_rows].copy_(received[: held.shape[0]])
@@ -351,10 +355,11 @@ class HTHandle:
             group.raise_reported()
             _check_kinds(("outputs", outputs, CombineOutputs), ("config", config, CombineConfig))
             self._check_combine(given, grads, made, outputs, config or PLAIN_COMBINE, slot, backward)
+            place = self._place("inputs.tokens", given.tokens, slot, True)
         visible = plan.recv_rows
-        for rows, place in ((given.tokens, self.rows(slot)), (grads, self.slot_weights(slot))) if backward else ((given.tokens, self.rows(slot)),):
-            if rows.data_ptr() != place.data_ptr() and rows.numel():
-                self._copy_rows(rows, place)
+        for rows, to in ((given.tokens, self.rows(slot)), (grads, self.slot_weights(slot))) if backward else ((given.tokens, self.rows(slot)),):
+            if rows.data_ptr() != to.data_ptr() and rows.numel() and (place < 0 or rows is not given.tokens):
+                self._copy_rows(rows, to)
             visible = min(visible, int(rows.shape[0]))
         if made.tokens is None:
             made.tokens = self._new((self._num_tokens, group.config.hidden), self._dtype)
@@ -366,7 +371,7 @@ class HTHandle:
                 made.topk_weights = self._new((self._num_tokens, self.num_topk), torch.float32)
             written.append(made.topk_weights)
         own = (made.tokens.data_ptr(), written[1].data_ptr() if backward else 0, self._num_tokens, visible)
-        self._launch("ht_combine", slot, backward, Status.GO, own, written)
+        self._launch("ht_combine", slot, backward, Status.GO, own, written, place=place)
         return made.tokens
 
     def _check_combine(self, given: CombineInputs, grads: Any, made: CombineOutputs, outputs: CombineOutputs | None, config: CombineConfig,
@@ -491,9 +496,31 @@ class HTHandle:
             raise EpStaleError(f"{what} needs an update before it: topk_idx was never given to create_handle or update, or the update was refused")
 
     def _check_outside(self, name: str, tensor: torch.Tensor) -> None:
-        """Refuse tensors in the window, where peers write."""
-        if tensor.numel() and 0 <= tensor.data_ptr() - self.group.window.address < self.group.window.num_bytes:
-            raise refused(ValueError(f"{name} must not lie in the window, where peers write during the operation; copy it"), Refusal.MEMORY)
+        """Refuse tensors in a window, where peers read and write."""
+        for window in (self.group.window, *self.group.user_windows):
+            if tensor.numel() and -tensor.nbytes < tensor.data_ptr() - window.address < window.num_bytes:
+                raise refused(ValueError(f"{name} must not lie in a window, where other ranks read and write meanwhile; give a tensor of your own"),
+                              Refusal.MEMORY)
+
+    def _place(self, name: str, rows: torch.Tensor | None, slot: int, whole: bool) -> int:
+        """Number of the user window (`Group.create_window`) that begins with `rows`, or -1: they are in the slot, or copied from or to it."""
+        group, mode = self.group, self.group.config.zero_copy
+        if rows is None or rows.data_ptr() == self.rows(slot).data_ptr():
+            return -1
+        index = next((i for i, w in enumerate(group.user_windows) if 0 <= rows.data_ptr() - w.address < w.num_bytes), -1)
+        if index >= 0:
+            window, needed = group.user_windows[index], group.map.recv_rows * group.config.row_bytes
+            if rows.data_ptr() != window.address:
+                at = rows.data_ptr() - window.address
+                raise refused(ValueError(f"{name} must begin with the first byte of its window, got byte {at} of window {index}; create a window for "
+                                         "each tensor"), Refusal.MEMORY)
+            if whole and window.num_bytes < needed:
+                raise refused(ValueError(f"{name} must lie in a window of at least {needed} bytes, for the {group.map.recv_rows} rows this rank may "
+                                         f"receive, got window {index} of {window.num_bytes}"), Refusal.MEMORY)
+        if mode is ZeroCopyMode.ON and (index < 0 or not whole):
+            raise refused(ValueError(f"{name} must be left out or lie in a window of Group.create_window, since zero_copy is ON; got "
+                                     f"{'rows of a recipe' if index >= 0 else 'a plain tensor'}, which would be copied"), Refusal.MEMORY)
+        return index if whole and mode is not ZeroCopyMode.OFF else -1
 
     def _check_place(self, name: str, rows: torch.Tensor, slot: int, offset: int) -> None:
         """Refuse rows that lie in the window, but not in their place in this handle's slot."""
@@ -524,16 +551,20 @@ class HTHandle:
                          self._alignment.bit_length() - 1).pack()
 
     def _launch(self, name: str, slot: int, backward: bool, status: int, own: tuple[int, ...], tensors: Sequence[torch.Tensor],
-                kernel: Kernel | None = None, global_ids: int = 0, sent: Sent | None = None) -> None:
+                kernel: Kernel | None = None, global_ids: int = 0, sent: Sent | None = None, place: int = -1) -> None:
         """Submit one operation; `own` are the kernel's values after the maps."""
         group = self.group
-        key = (name, slot, backward, global_ids, sent)
+        key = (name, slot, backward, global_ids, sent, place)
         fixed = self._values.get(key)
         if fixed is None:
             local, record = group.addresses()
-            where = () if name == "ht_prepare" else (group.map.slot(slot), local + group.local_map.header(slot))
+            where: tuple[int, ...] = ()
+            if name != "ht_prepare":
+                rows = (group.window.handle, group.map.slot(slot)) if place < 0 else (group.user_windows[place].handle, 0)
+                where = (*rows, group.map.slot(slot), local + group.local_map.header(slot))
+            named = slot if place < 0 else group.config.num_slots + place
             fixed = self._values[key] = ((group.window.handle, group.rank, local, record, self._maps_at),
-                                         (*where, self.id, self._signature(name, slot, backward, global_ids, sent)))
+                                         (*where, self.id, self._signature(name, named, backward, global_ids, sent)))
         values = (*fixed[0], *own, *fixed[1], status, group.config.wait_ns)
         group.keep(tensors, self._maps)
         if group.comm.submit(kernel or self._kernel(name), values, group.num_blocks, name, tensors, refusing=status != Status.GO):

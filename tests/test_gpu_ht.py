@@ -29,6 +29,7 @@ from ncclep_py import (
     LocalWorld,
 )
 from ncclep_py import reference as ref
+from ncclep_py.elastic import ElasticBuffer
 from ncclep_py.testing import bits_equal, first_difference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -308,6 +309,57 @@ def test_opaque_rows_with_scales(layout: Layout) -> None:
             equal(handle.combine(case.rows[r].cuda()), case.combined[r].tokens, "combined")
 
     with LocalWorld(3, "nccl") as world:
+        world.run(program)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_in_windows_of_the_callers_own(layout: Layout) -> None:
+    cfg = config(12, 50, 128, 3, max_recv_tokens_per_rank=240)
+    case = Case(cfg, layout, [50, 20, 0], alignment=4)
+
+    def program(comm: Any) -> None:
+        r = comm.rank
+        with Group.create(comm, cfg) as group:
+            mine = group.create_window(240 * cfg.row_bytes).memory.view(torch.bfloat16).view(240, cfg.hidden)
+            handle = case.handle(group, r)
+            for _ in range(3):
+                handle.update(case.ids[r].cuda())
+                got = handle.dispatch(case.tokens[r].cuda(), DispatchOutputs(mine), topk_weights=case.weights[r].cuda())
+                equal(got.tokens[: case.used(r)], case.received[r].tokens[: case.used(r)], "rows")
+                mine[: len(case.rows[r])] = case.rows[r].cuda()
+                equal(handle.combine(mine), case.combined[r].tokens, "combined")
+            group.check()
+
+    with LocalWorld(3, "nccl") as world:
+        world.run(program)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_that_spill_into_host_memory(layout: Layout) -> None:
+    """An elastic buffer with 2 MiB of GPU memory as receive buffer, and its rows as combine's input."""
+    cfg = config(4, 600, 2048, 2, max_recv_tokens_per_rank=2400)
+    case = Case(cfg, layout, [600, 511], alignment=4)
+
+    def program(comm: Any) -> None:
+        r = comm.rank
+        try:
+            buffer = ElasticBuffer(2400, cfg.hidden, torch.bfloat16, 1)
+        except RuntimeError as e:
+            pytest.skip(str(e))
+        with buffer, Group.create(comm, cfg) as group:
+            assert 0 < buffer.head_rows < case.used(r) and buffer.gpu_bytes + buffer.host_bytes >= 2400 * cfg.row_bytes
+            handle = case.handle(group, r)
+            handle.update(case.ids[r].cuda())
+            got = handle.dispatch(case.tokens[r].cuda(), DispatchOutputs(buffer.tensor), topk_weights=case.weights[r].cuda())
+            n = case.used(r)
+            equal(got.tokens[:n] + 0, case.received[r].tokens[:n], "rows")   # by a kernel: memcpy does not reach the tail
+            got.tokens[:n].mul_(2)
+            want = (ref.ht_flat_combine if case.flat else ref.ht_expert_major_combine)(case.plan, [t.tokens * 2 for t in case.received])
+            equal(handle.combine(got.tokens), want[r].tokens, "combined")
+            group.check()
+            del got
+
+    with LocalWorld(2, "nccl") as world:
         world.run(program)
 
 

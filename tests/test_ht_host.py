@@ -33,6 +33,7 @@ from ncclep_py import (
     LocalWorld,
     OverflowPolicy,
     PassDir,
+    ZeroCopyMode,
 )
 from ncclep_py import reference as ref
 from ncclep_py.ht_group import ht_bytes_per_rank
@@ -300,6 +301,61 @@ def test_opaque_rows_with_scales(layout: Layout) -> None:
     run(3, program)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", [ZeroCopyMode.AUTO, ZeroCopyMode.OFF, ZeroCopyMode.ON])
+def test_rows_in_windows_of_the_callers_own(mode: ZeroCopyMode, layout: Layout) -> None:
+    """Peers write into the caller's window and combine reads there, without a copy unless zero copy is OFF."""
+    cfg = config(max_recv_tokens_per_rank=30, zero_copy=mode)
+    case = Case(cfg, layout, [8, 3, 5], alignment=4)
+    size = 30 * cfg.row_bytes
+
+    def program(comm: Any) -> None:
+        r = comm.rank
+        with Group.create(comm, cfg) as group:
+            mine = group.create_window(size).memory.view(torch.bfloat16).view(30, cfg.hidden)
+            other = group.create_window(size).memory.view(torch.bfloat16).view(30, cfg.hidden)
+            handle = case.handle(group, r)
+            for _ in range(2):
+                handle.update(case.ids[r])
+                got = handle.dispatch(case.tokens[r], DispatchOutputs(mine), topk_weights=case.weights[r])
+                assert got.tokens is mine
+                case.check_received(r, got, False)
+                equal(handle.combine(case.put(mine, case.rows[r])), case.combined[r].tokens, "combined from the window")
+                got = handle.dispatch(case.gradients[r], DispatchOutputs(other), config=BACKWARD)
+                case.check_received(r, got, True)
+                into = CombineOutputs()
+                rows, grads = case.put(other, case.back_rows[r]), case.back_weights[r]
+                equal(handle.combine(CombineInputs(rows, grads), into, COMBINE_BACKWARD), case.combined_back[r].tokens, "gradients")
+                equal(into.topk_weights, case.combined_back[r].topk_weights, "gradients of weights")
+                handle.dispatch(case.tokens[r], topk_weights=case.weights[r])
+            group.check()
+
+    run(3, program)
+
+
+def test_windows_that_are_refused() -> None:
+    cfg = config(max_recv_tokens_per_rank=24, zero_copy=ZeroCopyMode.ON)
+    case = Case(cfg, Layout.FLAT, [8, 3, 5])
+
+    def program(comm: Any) -> None:
+        r = comm.rank
+        with Group.create(comm, cfg) as group:
+            small = group.create_window(23 * cfg.row_bytes + 16)
+            large = group.create_window(26 * cfg.row_bytes)
+            handle = case.handle(group, r)
+            handle.update(case.ids[r])
+            rows = large.memory.view(torch.bfloat16).view(26, cfg.hidden)
+            tokens = DispatchOutputs(torch.zeros(24, cfg.hidden, dtype=torch.bfloat16))
+            for text, made in (("begin with the first byte", DispatchOutputs(rows[1:])), ("left out or lie in a window", tokens)):
+                with pytest.raises(ValueError, match=text):
+                    handle.dispatch(case.tokens[r], made, topk_weights=case.weights[r])
+            with pytest.raises(ValueError, match="at least 3072 bytes, for the 24 rows"):
+                handle._place("outputs.tokens", small.memory, 0, True)
+            case.forward(r, handle, DispatchOutputs(rows), inplace=True)
+
+    run(3, program)
+
+
 # ---- budgets -------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dropped_rows_are_missing_and_nobody_complains(layout: Layout) -> None:
@@ -401,7 +457,7 @@ def wrong_calls() -> dict[str, tuple[type[Exception], str, Callable[..., Any]]]:
             topk_weights=torch.zeros(5, 2)))),
         "dispatch: int32 ids": (T, "outputs.topk_idx must have dtype", lambda h, c, r: dispatch(h, c, r, outputs=out(
             topk_idx=torch.zeros(24, 2, dtype=torch.int32)))),
-        "dispatch: tokens in the window": (V, "tokens must not lie in the window",
+        "dispatch: tokens in the window": (V, "tokens must not lie in a window",
                                            lambda h, c, r: dispatch(h, c, r, tokens=h.rows(0)[: len(c.ids[r])])),
         "dispatch: not a DispatchConfig": (T, "config must be a DispatchConfig", lambda h, c, r: dispatch(h, c, r, config=CombineConfig())),
         "dispatch: not DispatchOutputs": (T, "outputs must be a DispatchOutputs", lambda h, c, r: dispatch(h, c, r, outputs=c.tokens[r])),
@@ -414,7 +470,7 @@ def wrong_calls() -> dict[str, tuple[type[Exception], str, Callable[..., Any]]]:
                            lambda h, c, r: h.combine(c.rows[r], config=CombineConfig(quant_recipe=CombineQuant.NVFP4))),
         "combine: outputs of other shape": (V, "outputs.tokens must have shape", lambda h, c, r: h.combine(
             c.rows[r], CombineOutputs(torch.zeros(9, 64, dtype=torch.bfloat16)))),
-        "combine: into the window": (V, "outputs.tokens must not lie in the window", lambda h, c, r: h.combine(
+        "combine: into the window": (V, "outputs.tokens must not lie in a window", lambda h, c, r: h.combine(
             c.rows[r], CombineOutputs(h.rows(1)[: len(c.ids[r])]))),
         "combine: rows of another slot": (EpStaleError, "lies in slot 1 of the window", lambda h, c, r: h.combine(h.rows(1))),
     }

@@ -88,7 +88,8 @@ ADVANCE = "                advance_epoch(local + EPOCH, epoch)\n"
 LAST = "last_block(local + BLOCKS_DONE) == 1"
 KEPT = "publish_kept(window, KEPT, maps + PLACES, num_tokens, TOPK, EXPERTS, RANKS, BY_RANK, BUDGET, rank, epoch)\n"
 WAIT_HITS = "code = wait_hits(window, HITS, rank, RANKS, EXPERTS, BY_RANK, epoch, fail, record, timeout)"
-PADS = "zero_pads(window, slot, (slot + WEIGHTS) * forward, maps + ZONES, rank, LOCAL_EXPERTS, ROW_BYTES)"
+PADS = "zero_pads(rows_window, rows_at, maps + ZONES, rank, LOCAL_EXPERTS, ROW_BYTES)"
+WEIGHT_PADS = "zero_pads(window, slot + WEIGHTS, maps + ZONES, rank, LOCAL_EXPERTS, 4)"
 CLEAR = "clear_ids(window, slot + IDX, slot + WEIGHTS, maps + ZONES, rank, LOCAL_EXPERTS, TOPK, cleared)"
 EARLY_KEPT = f"        if code == 0 and block_idx() == 0:\n            {KEPT}        # ---- 4"
 EARLY_ARRIVED = f"        if block_idx() == 0:\n            if warp_idx() == 0:\n                ARRIVED        if {LAST}"
@@ -119,6 +120,7 @@ MUTANTS = {f"{kernel}: {name}": (kernel, change) for kernel in ("prepare", "disp
     "dispatch: empty pieces send weights, too": ("dispatch", [("if begin == 0 and stop > 0:", "if begin == 0:")]),
     "dispatch: every piece sends weights": ("dispatch", [("if begin == 0 and stop > 0:", "if 1 == 1:")]),
     "dispatch: no pads": ("dispatch", [(PADS, "pass")]),
+    "dispatch: no weights of pads": ("dispatch", [(WEIGHT_PADS, "pass")]),
     "dispatch: no clear_ids": ("dispatch", [(CLEAR, "pass")]),
     "combine: no publish_head": ("combine", [(MAP_HEAD, "")]),
     "combine: no check_header": ("combine", [("code = check_header(header, handle, rank, epoch, fail, record)", "code = 0")]),

@@ -13,8 +13,8 @@ from ncclep_py.kernels.ops import Vocabulary
 
 __all__ = ["PARAMETERS", "make_ht_combine"]
 
-PARAMETERS = ("window", "rank", "local", "record", "maps", "out", "grads", "num_tokens", "rows", "slot", "header", "handle", "signature", "status",
-              "timeout")
+PARAMETERS = ("window", "rank", "local", "record", "maps", "out", "grads", "num_tokens", "rows", "rows_window", "rows_at", "slot",
+              "header", "handle", "signature", "status", "timeout")
 """Run-time values of a launch, all 64-bit integers; `grads` is 0 in a forward pass, `rows` are all the caller
 gave, -1 for an operation that only meets."""
 
@@ -34,7 +34,8 @@ def make_ht_combine(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
     check_header, last_block, op_code = ops.check_header, ops.last_block, ops.op_code
     map_status, gather_row, gather_weights, check_rows = ops.ht_map_status, ops.ht_gather_row, ops.ht_gather_weights, ops.ht_check_rows
 
-    def ht_combine(window, rank, local, record, maps, out, grads, num_tokens, rows, slot, header, handle, signature, status, timeout):  # noqa: ANN001, ANN202
+    def ht_combine(window, rank, local, record, maps, out, grads, num_tokens, rows, rows_window, rows_at, slot, header,  # noqa: ANN001, ANN202
+                   handle, signature, status, timeout):
         epoch, fail = read_epoch(local + EPOCH), local + FAIL
         # ---- 1 head: my experts' rows are written ----------------------------------------------------------------------
         if block_idx() == 0:
@@ -48,7 +49,7 @@ def make_ht_combine(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
         if code == 0:
             begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
             for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
-                gather_row(window, slot, maps + ROUTES, out, token, TOPK, ROW_BYTES, TYPE, begin, stop)
+                gather_row(rows_window, rows_at, maps + ROUTES, out, token, TOPK, ROW_BYTES, TYPE, begin, stop)
                 if begin == 0 and stop > 0:
                     if grads != 0:
                         gather_weights(window, slot + WEIGHTS, maps + PLACES, grads, token, TOPK, EXPERTS, RANKS, BY_RANK)

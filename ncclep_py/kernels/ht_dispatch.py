@@ -13,9 +13,9 @@ from ncclep_py.kernels.ops import Vocabulary
 __all__ = ["PARAMETERS", "make_ht_dispatch"]
 
 PARAMETERS = ("window", "rank", "local", "record", "maps", "tokens", "weights", "scales", "num_tokens", "rows", "cleared", "forward", "global_ids",
-              "slot", "header", "handle", "signature", "status", "timeout")
+              "rows_window", "rows_at", "slot", "header", "handle", "signature", "status", "timeout")
 """Run-time values of a launch, all 64-bit integers; `forward` is 0 in a backward pass, which has no weights; `rows` are all a caller sees,
-ids and weights of the first `cleared` of them are defined."""
+ids and weights of the first `cleared` of them are defined; rows go to `rows_at` of `rows_window`: the slot, or a window of the caller's."""
 
 
 def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
@@ -35,8 +35,8 @@ def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
     map_status, scatter_row, scatter_weights = ops.ht_map_status, ops.ht_scatter_row, ops.ht_scatter_weights
     zero_pads, clear_ids, check_rows = ops.ht_zero_pads, ops.ht_clear_ids, ops.ht_check_rows
 
-    def ht_dispatch(window, rank, local, record, maps, tokens, weights, scales, num_tokens, rows, cleared, forward, global_ids, slot, header,  # noqa: ANN001, ANN202
-                    handle, signature, status, timeout):
+    def ht_dispatch(window, rank, local, record, maps, tokens, weights, scales, num_tokens, rows, cleared, forward, global_ids,  # noqa: ANN001, ANN202
+                    rows_window, rows_at, slot, header, handle, signature, status, timeout):
         epoch, fail = read_epoch(local + EPOCH), local + FAIL
         # ---- 1 head: everything my stream did before is done ---------------------------------------------------------
         if block_idx() == 0:
@@ -48,17 +48,19 @@ def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
         if code == 0:
             begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
             for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
-                scatter_row(window, slot, tokens, maps + ROUTES, token, TOPK, ROW_BYTES, begin, stop)
+                scatter_row(rows_window, rows_at, tokens, maps + ROUTES, token, TOPK, ROW_BYTES, begin, stop)
                 if begin == 0 and stop > 0:
                     if SCALE_BYTES > 0:
-                        scatter_row(window, slot + SCALES, scales, maps + ROUTES, token, TOPK, SCALE_BYTES, 0, SCALE_BYTES // 16)
+                        scatter_row(rows_window, rows_at + SCALES, scales, maps + ROUTES, token, TOPK, SCALE_BYTES, 0, SCALE_BYTES // 16)
                     if forward != 0:
                         scatter_weights(window, slot + IDX, slot + WEIGHTS, weights, maps + ROUTES, maps + PLACES, token, TOPK, EXPERTS, RANKS,
                                         BY_RANK, global_ids)
             if BY_RANK == 0:
-                zero_pads(window, slot, (slot + WEIGHTS) * forward, maps + ZONES, rank, LOCAL_EXPERTS, ROW_BYTES)
+                zero_pads(rows_window, rows_at, maps + ZONES, rank, LOCAL_EXPERTS, ROW_BYTES)
                 if SCALE_BYTES > 0:
-                    zero_pads(window, slot + SCALES, 0, maps + ZONES, rank, LOCAL_EXPERTS, SCALE_BYTES)
+                    zero_pads(rows_window, rows_at + SCALES, maps + ZONES, rank, LOCAL_EXPERTS, SCALE_BYTES)
+                if forward != 0:
+                    zero_pads(window, slot + WEIGHTS, maps + ZONES, rank, LOCAL_EXPERTS, 4)
             elif forward != 0:
                 clear_ids(window, slot + IDX, slot + WEIGHTS, maps + ZONES, rank, LOCAL_EXPERTS, TOPK, cleared)
         # ---- 4 arrived: the last block speaks for the rank -------------------------------------------------------------

@@ -345,7 +345,7 @@ OP ep_ht_scatter_weights(i64 window, i64 recv_idx, i64 recv_weights, i64 weights
   *(float*)peer_at(window, recv_weights + 4 * at, expert / local) = sum;
   return 0;
 }
-OP ep_ht_zero_pads(i64 window, i64 slot, i64 recv_weights, i64 zones, i64 rank, i64 num_local, i64 row_bytes) {
+OP ep_ht_zero_pads(i64 window, i64 slot, i64 zones, i64 rank, i64 num_local, i64 row_bytes) {
   const int* z = (const int*)zones;
   int done = 0, vectors = int(row_bytes / 16);
   for (int base = 0; base < num_local; base += 32) {
@@ -357,7 +357,7 @@ OP ep_ht_zero_pads(i64 window, i64 slot, i64 recv_weights, i64 zones, i64 rank, 
       for (int i = skip; i < n; i += workers()) {
         u64 to = peer_at(window, slot + i64(begin + i) * row_bytes, rank);
         for (int v = lane(); v < vectors; v += 32) store_row(to + 16 * v, make_uint4(0, 0, 0, 0));
-        if (recv_weights && lane() == 0) *(float*)peer_at(window, recv_weights + 4 * i64(begin + i), rank) = 0.f;
+        if (vectors == 0 && lane() == 0) *(u32*)to = 0;
       }
       done += n;
     }

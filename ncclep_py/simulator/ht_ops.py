@@ -450,8 +450,8 @@ def ht_scatter_weights(call: Call, task: Task, window: int, recv_idx: int, recv_
                                    "weights": load, "recv_idx": store_ids, "recv_weights": store_weights})
 
 
-def ht_zero_pads(call: Call, task: Task, window: int, slot: int, recv_weights: int, zones: int, rank: int, num_local: int, row_bytes: int) -> int:
-    """Pad rows of my slot."""
+def ht_zero_pads(call: Call, task: Task, window: int, slot: int, zones: int, rank: int, num_local: int, row_bytes: int) -> int:
+    """Pad rows of mine."""
     worker, workers = _worker(task)
     pads: list[int] = []
 
@@ -460,12 +460,11 @@ def ht_zero_pads(call: Call, task: Task, window: int, slot: int, recv_weights: i
         every = [b + i for b, n, m in zip(begin, used, padded, strict=True) for i in range(n, m)]
         pads.extend(every[worker::workers])
 
-    def store(access: Access, base: int, size: int) -> None:
-        for row in pads if base else ():
-            access.write(call.sim.peer_address(task, window, base + row * size, rank), np.zeros(size, np.uint8))
+    def store(access: Access) -> None:
+        for row in pads:
+            access.write(call.sim.peer_address(task, window, slot + row * row_bytes, rank), np.zeros(row_bytes, np.uint8))
 
-    return call.perform(task, (window, slot, recv_weights, zones, rank, num_local, row_bytes), {
-        "zones": load, "slot": lambda a: store(a, slot, row_bytes), "recv_weights": lambda a: store(a, recv_weights, 4)})
+    return call.perform(task, (window, slot, zones, rank, num_local, row_bytes), {"zones": load, "slot": store})
 
 
 def ht_clear_ids(call: Call, task: Task, window: int, recv_idx: int, recv_weights: int, zones: int, rank: int, num_local: int, num_topk: int,

@@ -235,6 +235,7 @@ class HTProgram:
     def _of_handle(self, rank: int, handle: int) -> dict[str, int]:
         at = self.local[rank].ctypes.data
         return {"maps": self.maps[rank][handle].ctypes.data, "num_tokens": self.num_tokens[rank], "slot": self.plan.slot(handle),
+                "rows_window": self.window, "rows_at": self.plan.slot(handle),
                 "header": at + self.shapes[rank].local.header(handle), "handle": handle + 1, "status": 0}
 
     def _launch(self, kind: str, rank: int, values: dict[str, int]) -> None:
