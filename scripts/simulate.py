@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ncclep_py.config import GroupConfig  # noqa: E402
 from ncclep_py.simulator import Simulator  # noqa: E402
 from ncclep_py.simulator.program import Program  # noqa: E402
+from ncclep_py.simulator.rank_major_program import RankMajorProgram  # noqa: E402
 
 
 def run_one(args: argparse.Namespace, seed: int, mode: str) -> str | None:
@@ -25,7 +26,8 @@ def run_one(args: argparse.Namespace, seed: int, mode: str) -> str | None:
     sim = Simulator(args.ranks, seed, mode, blocks=args.blocks, warps=args.warps, trace=bool(args.trace))
     config = GroupConfig(num_experts=args.experts, max_dispatch_tokens_per_rank=max(args.tokens, 1), hidden=args.hidden, num_topk=args.topk,
                          num_slots=args.slots)
-    program = Program(sim, config, [args.tokens] * args.ranks, seed=seed)
+    group = {"expert_major": Program, "rank_major": RankMajorProgram}[args.layout]
+    program = group(sim, config, [args.tokens] * args.ranks, seed=seed)
     try:
         program.play(args.program)
         sim.run()
@@ -61,6 +63,7 @@ def main() -> int:
                                 ("seed", 0, "first seed"), ("jobs", 2, "processes")):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
     parser.add_argument("--mode", choices=("fair", "adversarial", "both"), default="both")
+    parser.add_argument("--layout", choices=("expert_major", "rank_major"), default="expert_major")
     parser.add_argument("--program", default="D X C", help="operations, e.g. 'D0 D1 X0 C0': dispatch, experts, combine with their slot")
     parser.add_argument("--trace", help="write the (last) schedule as Chrome trace JSON; use with --schedules 1 --jobs 1")
     args = parser.parse_args()

@@ -58,6 +58,25 @@ def replays(group: Group, handle: object, steps: int) -> bool:
     return equal
 
 
+def rank_major_step(group: Group, handle: object, step: int) -> bool:
+    """The same in RANK_MAJOR, with rows that tell their rank; whether rows, ids and sums are the oracle's."""
+    rank, ranks, experts = group.rank, group.num_ranks, group.config.num_experts
+    ids = [random_routing(r, TOKENS - r, TOPK, experts, seed=step, dropped=0.1) for r in range(ranks)]
+    tokens = [stamped_tokens(r, TOKENS - r, HIDDEN, torch.bfloat16, seed=step) for r in range(ranks)]
+    weights = [weights_like(i, seed=step) for i in ids]
+    want = ref.ll_rank_major_dispatch(tokens, ids, weights, num_experts=experts, max_dispatch_tokens_per_rank=TOKENS)
+    got = handle.dispatch(tokens[rank].cuda(), topk_idx=ids[rank].cuda(), topk_weights=weights[rank].cuda())
+    counts = got.layout_info.src_rank_counters.cpu()
+    equal = torch.equal(counts, want[rank].src_rank_counters) and torch.equal(got.topk_idx.cpu(), want[rank].topk_idx)
+    for source, n in enumerate(counts.tolist()):
+        equal = equal and bits_equal(got.tokens[source, :n].cpu(), want[rank].tokens[source, :n])
+    got.tokens.mul_(rank + 1)
+    out = handle.combine(got.tokens)
+    group.check()
+    sums = ref.ll_rank_major_combine([w.tokens * (r + 1) for r, w in enumerate(want)], [w.rows for w in want])
+    return equal and bits_equal(out.cpu(), sums[rank])
+
+
 def main() -> None:
     what = sys.argv[1]
     comm = Communicator.from_environment()
@@ -73,7 +92,8 @@ def main() -> None:
         return
     with torch.cuda.stream(torch.cuda.Stream()), Group.create(comm, config) as group:
         handle = group.create_handle(Layout.EXPERT_MAJOR, num_topk=TOPK)
-        equal = all([good_step(group, handle, step) for step in range(20)])
+        by_rank = group.create_handle(Layout.RANK_MAJOR, num_topk=TOPK)
+        equal = all([good_step(group, handle, step) and rank_major_step(group, by_rank, step) for step in range(20)])
         if what == "graph":
             equal = equal and replays(group, handle, 100)
         if what in ("refuse", "late"):

@@ -107,7 +107,8 @@ class Quantised:
         out = handle.combine(CombineInputs(rows), topk_weights=weights)
         parts = [[e // (self.cfg.num_experts // self.ranks) if self.layout is Layout.RANK_MAJOR else k for k, e in enumerate(row) if e >= 0]
                  for row in self.ids[rank].tolist()]
-        assert out.float().cpu().tolist() == [[float(len(set(p)))] * self.cfg.hidden for p in parts]
+        want = torch.tensor([float(len(set(p))) for p in parts])[:, None].expand(-1, self.cfg.hidden)
+        assert torch.equal(out.float().cpu(), want)
 
 
 def steps(cases: Sequence[Quantised], world: dict[str, Any] | None = None) -> None:
