@@ -100,6 +100,11 @@ class HTHandle:
         if topk_idx is not None:
             self.update(topk_idx, layout_info)
 
+    @property
+    def routing(self) -> int:
+        """Number of the newest update."""
+        return self._routing
+
     # ---- update ------------------------------------------------------------------------------------------------------
     def update(self, topk_idx: torch.Tensor, layout_info: LayoutInfo | None = None) -> None:
         """Bind a new routing: count, exchange counts, give every token its rows. Collective, stream-ordered, no host synchronisation, capturable.

@@ -7,12 +7,14 @@ operation: kernels wait for other ranks' kernels, so all ranks' kernels are laun
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ncclep_py.communicator import Communicator, Kernel, NcclRank, SymmetricWindow, _nccl, finish_window, window_of
 from ncclep_py.errors import EpClosedError, EpPeerError, EpRefusedError
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.rank_thread import RankThread
 
 if TYPE_CHECKING:
     import torch
@@ -54,10 +56,11 @@ class LocalWorld:
         seed, mode: schedule of the simulator, see ``simulator.Simulator``.
         blocks, warps: grid of the simulator's kernels.
         faults: what may go wrong in the simulator, see ``simulator.Faults``.
+        threads: run each rank program in a thread of its own (still one at a time), for programs whose backward passes call operations.
     """
 
     def __init__(self, num_ranks: int, backend: str = "auto", *, devices: Sequence[int] | None = None, seed: int = 0, mode: str = "fair",
-                 blocks: int = 2, warps: int = 2, faults: Faults | None = None) -> None:
+                 blocks: int = 2, warps: int = 2, faults: Faults | None = None, threads: bool = False) -> None:
         if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
             raise TypeError(f"num_ranks must be an int, got {type(num_ranks).__name__}: {num_ranks!r}")
         if num_ranks < 1:
@@ -66,6 +69,7 @@ class LocalWorld:
             raise ValueError(f"backend must be 'auto', 'nccl' or 'sim', got {backend!r}")
         self.num_ranks = num_ranks
         self.backend = _default_backend() if backend == "auto" else backend
+        self.threads = threads
         self._tasks: list[_Task] = []
         self._closed = False
         self.communicators: list[Communicator] = []
@@ -103,7 +107,11 @@ class LocalWorld:
             raise EpClosedError("cannot run: this LocalWorld is closed")
         if self._tasks:
             raise RuntimeError("LocalWorld.run is not reentrant; call it after the running programs have ended")
-        self._tasks = [_Task(greenlet(_body(program, comm, args))) for comm in self.communicators]
+        if self.threads:
+            self._tasks = [_Task(RankThread(_body(program, comm, args), comm.own_streams()))   # type: ignore[attr-defined]
+                           for comm in self.communicators]
+        else:
+            self._tasks = [_Task(greenlet(_body(program, comm, args))) for comm in self.communicators]
         try:
             for rank in range(self.num_ranks):
                 self._resume(rank, None)
@@ -161,6 +169,11 @@ class LocalWorld:
 
     def step(self, step: _Step) -> Any:
         """Called by a rank program's communicator: wait for all ranks, perform, return my result."""
+        if self.threads:
+            mine = next((task.greenlet for task in self._tasks if task.greenlet.thread is threading.current_thread()), None)
+            if mine is None:
+                raise RuntimeError(f"{step.name} of a LocalWorld rank must be called inside LocalWorld.run(program)")
+            return mine.wait(step)
         from greenlet import getcurrent
 
         if not any(task.greenlet is getcurrent() for task in self._tasks):
@@ -206,6 +219,22 @@ class _KeptState:
 
         self.device, self.gradients = device, torch.is_grad_enabled()
         self.stream = torch.cuda.Stream(device) if device is not None else None
+
+    def begin(self) -> None:
+        """In a rank's own thread: take the rank's device and stream, and run backward passes in this thread."""
+        import torch
+
+        torch.autograd.set_multithreading_enabled(False)
+        if self.device is not None:
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(self.stream)   # type: ignore[arg-type]
+
+    def keep(self) -> None:
+        """In a rank's own thread: what operations of this rank are launched on from now on."""
+        import torch
+
+        if self.device is not None:
+            self.device, self.stream = torch.cuda.current_device(), torch.cuda.current_stream()
 
     def __enter__(self) -> None:
         import torch

@@ -1,0 +1,125 @@
+"""Dispatch and combine of a HIGH_THROUGHPUT handle as differentiable functions: the gradient of one is the other, backward.
+
+    handle.update(topk_idx)                                    # routing; not differentiable, once per layer and step
+    received = ep_dispatch(handle, tokens, topk_weights)       # rows, their weights (and ids, FLAT)
+    out = ep_combine(handle, experts(received))                # rows with their weights multiplied in
+
+Every rank calls the same functions in the same order, forward and backward; a rank that receives nothing takes part with rows that are zero. Keep
+combine's output connected to dispatch's on every rank (say, do not skip the experts when there are no rows), else a rank misses a backward
+operation and its peers time out. Under activation checkpointing the recomputed operations are collective, too.
+
+Rows are copies: nothing that autograd saves lies in the window, and rows that were not received are zero, so that experts may work on all of them.
+Costs over the plain calls: a copy of the received rows out of the window and one into it, and clearing the rows of a budget. A handle keeps one
+routing: an update between forward and backward is an `EpStaleError` in backward, so use a handle per micro-batch. Backward uses a slot of its own
+if the group has two (``num_slots``). No host synchronisation with a fixed budget; with AUTO, `num_rows` says how many rows to expect (read it
+from ``handle.layout_info.recv_total_counter``, which waits for the device).
+
+In a `LocalWorld` rank programs must run in threads (``LocalWorld(..., threads=True)``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ncclep_py.arguments import stale
+from ncclep_py.config import CombineConfig, DispatchConfig, ExpertIdKind, Layout, PassDir
+from ncclep_py.handle import CombineInputs, CombineOutputs, DispatchOutputs, LayoutInfo
+
+if TYPE_CHECKING:
+    from ncclep_py.ht_handle import HTHandle
+
+__all__ = ["Received", "ep_combine", "ep_dispatch"]
+
+BACKWARD, COMBINE_BACKWARD = DispatchConfig(pass_direction=PassDir.BWD), CombineConfig(pass_direction=PassDir.BWD)
+
+
+@dataclasses.dataclass
+class Received:
+    """What `ep_dispatch` returns.
+
+    Attributes:
+        tokens: ``[N, hidden]``, zero where nothing was received.
+        topk_weights: FLAT ``[N, K]``, EXPERT_MAJOR ``[N]``, float32, 0 where there is none.
+        topk_idx: FLAT ``[N, K]`` int64, -1 where there is none; EXPERT_MAJOR None.
+        layout_info: the update's counts, on the device.
+    """
+
+    tokens: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_idx: torch.Tensor | None
+    layout_info: LayoutInfo
+
+
+def ep_dispatch(handle: HTHandle, tokens: torch.Tensor, topk_weights: torch.Tensor, *, num_rows: int | None = None,
+                global_ids: bool = False) -> Received:
+    """Send tokens ``[T, hidden]`` and router weights ``[T, K]`` float32 to their experts; differentiable in both. Collective.
+
+    Args:
+        handle: with the routing of a finished `update`.
+        tokens: rows, dtype of the group.
+        topk_weights: router weights.
+        num_rows: N; default the budget. AUTO budgets need it: at least the received rows.
+        global_ids: FLAT: number received ids over all experts, not from this rank's first.
+    """
+    budget = handle.group.config.max_recv_tokens_per_rank
+    if num_rows is None and not budget:
+        raise ValueError("num_rows must be given while max_recv_tokens_per_rank is AUTO: at least the received rows")
+    rows, weights, ids = _Dispatch.apply(handle, num_rows if num_rows is not None else budget, global_ids, tokens, topk_weights)
+    return Received(rows, weights, ids if handle.layout is Layout.FLAT else None, handle.layout_info)
+
+
+def ep_combine(handle: HTHandle, rows: torch.Tensor) -> torch.Tensor:
+    """Bring rows ``[N, hidden]``, placed as `ep_dispatch` placed them, back and add them up to ``[T, hidden]``; differentiable. Collective."""
+    return _Combine.apply(handle, rows)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Forward: dispatch. Backward: combine of the gradients, which also brings those of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: HTHandle, num_rows: int, global_ids: bool, tokens: torch.Tensor,
+                topk_weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        flat = handle.layout is Layout.FLAT
+        shape = (num_rows, handle.num_topk) if flat else (num_rows,)
+        made = DispatchOutputs(tokens.new_zeros(num_rows, tokens.shape[1]), topk_weights.new_zeros(shape),
+                               topk_idx=torch.full(shape, -1, dtype=torch.int64, device=tokens.device) if flat else None)
+        kind = LayoutInfo(recv_topk_idx_kind=ExpertIdKind.GLOBAL if global_ids else ExpertIdKind.AUTO)
+        handle.dispatch(tokens.detach().contiguous(), made, kind, topk_weights=topk_weights.detach().contiguous())
+        ctx.handle, ctx.routing = handle, handle.routing
+        ids = made.topk_idx if made.topk_idx is not None else torch.empty(0, dtype=torch.int64, device=tokens.device)
+        ctx.mark_non_differentiable(ids)
+        assert made.topk_weights is not None
+        return made.tokens, made.topk_weights, ids
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        handle, into = _same_routing(ctx), CombineOutputs()
+        tokens = handle.combine(CombineInputs(grads[0].contiguous(), grads[1].contiguous()), into, COMBINE_BACKWARD)
+        return None, None, None, tokens, into.topk_weights
+
+
+class _Combine(torch.autograd.Function):
+    """Forward: combine. Backward: dispatch of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: HTHandle, rows: torch.Tensor) -> torch.Tensor:
+        out = handle.combine(rows.detach().contiguous())
+        ctx.handle, ctx.routing, ctx.shape = handle, handle.routing, rows.shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        handle = _same_routing(ctx)
+        made = DispatchOutputs(grads[0].new_zeros(ctx.shape))
+        handle.dispatch(grads[0].contiguous(), made, config=BACKWARD)
+        return None, made.tokens
+
+
+def _same_routing(ctx: Any) -> HTHandle:
+    """The handle, if it still has the routing of the forward pass."""
+    if ctx.handle.routing != ctx.routing:
+        raise stale("the handle was updated between forward and backward; use a handle per micro-batch, and update it after its backward")
+    return ctx.handle

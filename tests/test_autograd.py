@@ -1,0 +1,201 @@
+"""Differentiable dispatch and combine on the simulator: gradients of a layer over several ranks are those of the layer in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ncclep_py import Algorithm, EpStaleError, Group, GroupConfig, HandleConfig, Layout, LocalWorld
+from ncclep_py.autograd import Received, ep_combine, ep_dispatch
+from ncclep_py.testing import random_routing
+
+EXPERTS, HIDDEN, WIDTH, TOPK = 6, 16, 24, 2
+
+
+class Layer(torch.nn.Module):
+    """Top-k router and experts; the same seeds on every rank and in the one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(3)
+        self.router = torch.nn.Parameter(torch.randn(HIDDEN, EXPERTS, generator=g) / 4)
+        self.up = torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH, generator=g) / 4)
+        self.down = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN, generator=g) / 5)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = torch.softmax(x @ self.router, -1).topk(TOPK, -1)
+        return ids.contiguous(), weights / weights.sum(-1, keepdim=True)
+
+    def expert(self, e: int, rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(rows @ self.up[e]) @ self.down[e]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """In one process."""
+        ids, weights = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(EXPERTS):
+            out = out + self.expert(e, x) * torch.where(ids == e, weights, 0.0).sum(1, keepdim=True)
+        return out
+
+    def received(self, rank: int, local: int, layout: Layout, got: Received) -> torch.Tensor:
+        """This rank's experts on what it received, weights included; rows that are not there stay zero."""
+        out = torch.zeros_like(got.tokens)
+        for i in range(local):
+            if layout is Layout.FLAT:
+                scale = torch.where(got.topk_idx == i, got.topk_weights, 0.0).sum(1, keepdim=True)
+            else:
+                begin, size = int(got.layout_info.expert_offsets[i]), int(got.layout_info.expert_counters[i])
+                row = torch.arange(len(out))
+                scale = torch.where((row >= begin) & (row < begin + size), got.topk_weights, 0.0)[:, None]
+            out = out + self.expert(rank * local + i, got.tokens) * scale
+        return out
+
+
+def inputs(rank: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(rank)
+    return torch.randn(tokens, HIDDEN, generator=g), torch.randn(tokens, HIDDEN, generator=g)
+
+
+def steps(layout: Layout, counts: list[int], budget: int, slots: int, checkpoint: bool = False, count: int = 3) -> None:
+    """Train a few steps over ranks and in one process; losses, gradients and parameters must agree."""
+    ranks, local = len(counts), EXPERTS // len(counts)
+    cfg = GroupConfig(num_experts=EXPERTS, max_dispatch_tokens_per_rank=8, hidden=HIDDEN, dtype=torch.float32, num_topk=TOPK, num_slots=slots,
+                      algorithm=Algorithm.HIGH_THROUGHPUT, max_recv_tokens_per_rank=budget)
+
+    def program(comm: Any) -> list[Any]:
+        r, layer, told = comm.rank, Layer(), []
+        x, want = inputs(r, counts[r])
+        x.requires_grad_()
+        made = HandleConfig(dispatch_output_per_expert_alignment=4)
+        with Group.create(comm, cfg) as group, group.create_handle(layout, num_topk=TOPK, config=made) as handle:
+            for _ in range(count):
+                layer.zero_grad()
+                x.grad = None
+                ids, weights = layer.route(x)
+                handle.update(ids)
+
+                def moe(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+                    rows = None if budget else int(handle.layout_info.recv_total_counter[0])
+                    got = ep_dispatch(handle, x, weights, num_rows=rows)
+                    return ep_combine(handle, layer.received(r, local, layout, got))
+
+                if checkpoint:
+                    from torch.utils.checkpoint import checkpoint as recompute
+
+                    out = recompute(moe, x, weights, use_reentrant=False)
+                else:
+                    out = moe(x, weights)
+                loss = ((out - want) ** 2).sum()
+                loss.backward()
+                grads = [comm.exchange(p.grad.flatten().tolist()) for p in layer.parameters()]   # every rank holds a part
+                for p, parts in zip(layer.parameters(), grads, strict=True):
+                    p.grad = torch.tensor(parts).sum(0).view(p.shape)
+                    with torch.no_grad():
+                        p -= 0.01 * p.grad
+                told.append((sum(comm.exchange(float(loss))), x.grad.clone(), [p.grad.clone() for p in layer.parameters()]))
+            group.check()
+        return told
+
+    with LocalWorld(ranks, "sim", threads=True) as world:
+        results = world.run(program)
+    layer = Layer()
+    pairs = [inputs(r, n) for r, n in enumerate(counts)]
+    x, want = torch.cat([p[0] for p in pairs]).requires_grad_(), torch.cat([p[1] for p in pairs])
+    for i in range(count):
+        layer.zero_grad()
+        x.grad = None
+        loss = ((layer(x) - want) ** 2).sum()
+        loss.backward()
+        for told in (r[i] for r in results):
+            assert told[0] == pytest.approx(float(loss), rel=1e-5)
+            for got, p in zip(told[2], layer.parameters(), strict=True):
+                torch.testing.assert_close(got, p.grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.cat([r[i][1] for r in results]), x.grad, rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            for p in layer.parameters():
+                p -= 0.01 * p.grad
+    assert results[0][-1][0] < results[0][0][0]
+
+
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.EXPERT_MAJOR])
+@pytest.mark.parametrize("counts, budget, slots", [([8, 5, 3], 64, 1), ([8, 5, 3], 64, 2), ([4, 0], 40, 1), ([6, 8, 1], 0, 2)], ids=str)
+def test_training_steps_agree_with_one_process(counts: list[int], budget: int, slots: int, layout: Layout) -> None:
+    steps(layout, counts, budget, slots)
+
+
+def test_activation_checkpointing() -> None:
+    steps(Layout.FLAT, [8, 5, 3], 64, 2, checkpoint=True)
+
+
+def small(comm: Any, **more: Any) -> Group:
+    return Group.create(comm, GroupConfig(num_experts=4, max_dispatch_tokens_per_rank=8, hidden=16, dtype=torch.float32, num_topk=TOPK,
+                                          algorithm=Algorithm.HIGH_THROUGHPUT, **more))
+
+
+def test_an_update_between_forward_and_backward_is_an_error_on_every_rank() -> None:
+    def program(comm: Any) -> None:
+        with small(comm, max_recv_tokens_per_rank=32) as group:
+            ids = random_routing(comm.rank, 4, TOPK, 4)
+            handle = group.create_handle(Layout.FLAT, ids)
+            x = torch.randn(4, 16, requires_grad=True)
+            out = ep_combine(handle, ep_dispatch(handle, x, torch.rand(4, TOPK)).tokens)
+            handle.update(ids)
+            with pytest.raises(EpStaleError, match="updated between forward and backward"):
+                out.sum().backward()
+            out = ep_combine(handle, ep_dispatch(handle, x, torch.rand(4, TOPK)).tokens)
+            out.sum().backward()
+            hits = torch.tensor([len(set(row)) for row in (ids // 2).tolist()])
+            assert torch.equal(x.grad, hits[:, None].expand(4, 16).float())
+
+    with LocalWorld(2, "sim", threads=True) as world:
+        world.run(program)
+
+
+def test_saved_rows_are_not_overwritten_by_the_next_dispatch() -> None:
+    """What an expert saves for backward is a copy: a later dispatch into the same slot changes no gradient."""
+    def program(comm: Any) -> None:
+        with small(comm, max_recv_tokens_per_rank=32) as group:
+            ids = random_routing(comm.rank, 4, TOPK, 4)
+            a, b = group.create_handle(Layout.FLAT, ids), group.create_handle(Layout.FLAT, ids)
+            grads = []
+            for disturbed in (False, True):
+                x = torch.full((4, 16), 1.0 + comm.rank, requires_grad=True)
+                rows = ep_dispatch(a, x, torch.rand(4, TOPK)).tokens
+                out = ep_combine(a, rows * rows)
+                if disturbed:
+                    b.combine(b.dispatch(torch.full((4, 16), 99.0), topk_weights=torch.rand(4, TOPK)).tokens)
+                out.sum().backward()
+                grads.append(x.grad)
+            assert torch.equal(*grads) and float(grads[0].abs().sum()) > 0
+
+    with LocalWorld(2, "sim", threads=True) as world:
+        world.run(program)
+
+
+def test_auto_budgets_need_the_number_of_rows() -> None:
+    def program(comm: Any) -> None:
+        with small(comm) as group:
+            handle = group.create_handle(Layout.FLAT, random_routing(comm.rank, 4, TOPK, 4))
+            with pytest.raises(ValueError, match="num_rows must be given"):
+                ep_dispatch(handle, torch.zeros(4, 16), torch.zeros(4, TOPK))
+
+    with LocalWorld(2, "sim", threads=True) as world:
+        world.run(program)
+
+
+def test_programs_in_threads_end_with_their_errors() -> None:
+    def program(comm: Any) -> int:
+        comm.exchange(1)
+        if comm.rank == 1:
+            raise KeyError("mine")
+        comm.exchange(2)
+        return 0
+
+    with LocalWorld(3, "sim", threads=True) as world:
+        with pytest.raises(KeyError, match="mine"):
+            world.run(program)
+        assert world.run(lambda comm: comm.exchange(comm.rank)) == [[0, 1, 2]] * 3
+        with pytest.raises(RuntimeError, match="must be called inside"):
+            world.communicators[0].exchange(1)
