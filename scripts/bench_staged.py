@@ -1,8 +1,8 @@
 """Staged halves, and where rows live, measured on one GPU that several ranks share (`LocalWorld`, a CUDA graph per rank).
 
-For both layouts, microseconds per dispatch + combine pair of the slowest rank (slope between graphs of `SHORT` and `LONG` pairs, so that what a
-replay costs once drops out): fused; in halves; with plain tensors; with windows of the caller's own. And what the halves are for: rank 1 comes `LATE_MS`
-late to combine; for how long does that keep the streams of the others, fused and in halves?
+For both layouts, microseconds per dispatch + combine pair of the slowest rank (slope between graphs of `SHORT` and `LONG` pairs, so that what
+a replay costs once drops out): fused; in halves; with plain tensors; with windows of the caller's own. And what the halves are for: rank 1 comes
+`LATE_MS` late to combine; for how long does that keep the streams of the others, fused and in halves?
 
     python scripts/bench_staged.py --ranks 8 --sms 16 --tokens 128
 """
