@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["Communicator", "Kernel", "NcclCommunicator", "SymmetricWindow"]
 
 EXCHANGE_BYTES = 8192
+SHARED_BYTES = 128 * 1024
+"""Most dynamic shared memory of our blocks, so that something is left of a multiprocessor for whoever runs beside them."""
 
 
 class SymmetricWindow:
@@ -128,6 +130,10 @@ class Communicator(ABC):
     def gpu(self) -> tuple[str, int]:
         """Name of this rank's GPU, the same for all ranks on it, and its multiprocessors; an empty name where grids have no limit."""
         return "", 0
+
+    def max_shared_bytes(self) -> int:
+        """Shared memory a block of mine may take."""
+        return SHARED_BYTES
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -284,6 +290,11 @@ class NcclRank(Communicator):
         limit = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")
         whole = whole_gpu(self.multiprocessors(), float(limit) if limit.replace(".", "", 1).isdigit() else None)
         return str(torch.cuda.get_device_properties(self.device).uuid), whole
+
+    def max_shared_bytes(self) -> int:
+        from cuda.core import Device
+
+        return min(SHARED_BYTES, Device(self.device.index).properties.max_shared_memory_per_block_optin)
 
     def synchronize(self) -> None:
         import torch

@@ -38,6 +38,7 @@ AUTO = 0
 MAX_TOPK = 32
 DEFAULT_TIMEOUT_NS = 100_000_000_000
 ROW_ALIGNMENT = 16
+MAX_ROW_BYTES = (1 << 22) - ROW_ALIGNMENT
 """Bytes: every row is a whole number of 16-byte vectors."""
 
 
@@ -233,6 +234,8 @@ class GroupConfig:
                 f"hidden must make rows of a multiple of {ROW_ALIGNMENT} bytes, got {self.hidden} x {self.token_type.itemsize} "
                 f"= {self.row_bytes} bytes"
             )
+        if self.token_bytes > MAX_ROW_BYTES:
+            raise ValueError(f"hidden and max_token_bytes must make rows of at most {MAX_ROW_BYTES} bytes, got {self.token_bytes}")
         if self.max_token_bytes and self.max_token_bytes < self.row_bytes:
             raise ValueError(f"max_token_bytes must be at least one row, {self.row_bytes} bytes, got {self.max_token_bytes}")
 

@@ -182,4 +182,10 @@ class ErrorRecord:
             return EpMaskedError(f"{where}: the other ranks went on without this rank, and nothing it calls takes place until mask_clean")
         if self.code in NOTICES:
             return EpMaskedError(f"{where}: rank {self.peer} {NOTICES[Code(self.code)]}")
-        return EpStaleError(f"{where}: the slot holds a dispatch of handle {self.seen}, not of handle {self.expected}")
+        held, wanted = self.seen >> 32, self.expected >> 32   # handle << 32 | its dispatch's generation
+        what = f"dispatch {self.seen & 0xFFFFFFFF} of handle {held}, not {self.expected & 0xFFFFFFFF}; a later one was refused, failed or replayed"
+        if self.seen == 0:
+            what = "no dispatch, the last one failed"
+        elif held != wanted:
+            what = f"a dispatch of handle {held}, not of handle {wanted}"
+        return EpStaleError(f"{where}: the slot holds {what}")

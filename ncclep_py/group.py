@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ncclep_py.communicator import Communicator, Kernel, SymmetricWindow
+from ncclep_py.communicator import BLOCK_THREADS, Communicator, Kernel, SymmetricWindow
 from ncclep_py.config import Algorithm, GroupConfig, HandleConfig, Layout
-from ncclep_py.errors import Code, EpClosedError, EpError, EpMaskedError, EpRefusedError, ErrorRecord
+from ncclep_py.errors import Code, EpClosedError, EpError, EpMaskedError, EpRefusedError, ErrorRecord, Status
 from ncclep_py.grid import default_blocks, own_problem, shared_problem
 from ncclep_py.masking import Masking
 from ncclep_py.memory_map import FLIGHT_NEXT, RECORD_FIELDS, WORD, LocalMap, WindowMap, align
@@ -132,7 +132,8 @@ class Group(Masking):
                               "graph capture: create the handle (or call it once) with these before capturing")
             name = self.kernel_name(name, layout)
             shape = KernelShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout, wire or PLAIN)
-            shared = launch.shared_bytes(shape, self.config.max_dispatch_tokens_per_rank, self.num_blocks)
+            shared = launch.shared_bytes(shape, self.config.max_dispatch_tokens_per_rank, self.num_blocks, BLOCK_THREADS // 32,
+                                         self.comm.max_shared_bytes())
             self._kernels[key] = self.comm.kernel(name, shape, shared, self.num_blocks)
         return self._kernels[key]
 
@@ -181,18 +182,26 @@ class Group(Masking):
 
     def rendezvous(self, kind: OpKind) -> None:
         """Internal: an operation that only meets: afterwards no rank is still pulling rows of an earlier operation from me."""
+        self._meet(kind, Status.GO)
+
+    def _meet(self, kind: OpKind, status: int) -> None:
         kernel = self.kernel("ll_combine", self.config.num_topk, 8)
         local, record = self.addresses()
         header = local + self.local_map.header(self.config.num_slots)
         signature = self.signature(kind, 0, 0, self.config.num_topk)
         window = self._window.handle
-        values = (window, self.rank, local, record, 0, 0, 0, window, self.map.slots, local, header, 0, signature, 0, self.config.wait_ns)
-        self.comm.submit(kernel, values, self.num_blocks, kind.name.lower(), ())
+        values = (window, self.rank, local, record, 0, 0, 0, window, self.map.slots, local, header, 0, signature, status, self.config.wait_ns)
+        self.comm.submit(kernel, values, self.num_blocks, kind.name.lower(), (), refusing=status != Status.GO)
 
     def keep(self, *held: Any) -> None:
         """Internal: under graph capture, keep what the graph will need on every replay until the group is closed."""
         if self.comm.capturing():
             self._captured.append(held)
+
+    def refuse(self, why: int) -> None:
+        """Internal: refuse an operation of which this rank knows no more than that its peers may take part in it."""
+        self._meet(OpKind.COMBINE, Status.REFUSED << 24 | why)
+        self.check()   # what it reports is my own refusal, if no earlier failure
 
     def check(self, *, synchronize: bool = True) -> None:
         """Raise what a device of this rank reported, if anything.

@@ -21,6 +21,7 @@ until the group is closed, tensors made inside the capture by the graph; the win
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -173,7 +174,7 @@ class Handle:
         if dtype not in (torch.int32, torch.int64):
             raise TypeError(f"idx_dtype must be torch.int32 or torch.int64, got {dtype}")
         self._closed = False
-        self._slot, self._generation, self._num_tokens, self._idx_bytes = -1, 0, 0, dtype.itemsize
+        self._slot, self._generation, self._held, self._num_tokens, self._idx_bytes = -1, 0, 0, 0, dtype.itemsize
         self._packed = False   # whether the slot's rows are no longer what experts wrote
         self._topk_idx: torch.Tensor | None = None
         self._rank_major, capacity = self.layout is Layout.RANK_MAJOR, group.config.max_dispatch_tokens_per_rank
@@ -189,6 +190,7 @@ class Handle:
         self._flight: Flight | None = None
         self._stage = 0
         self._send_name = "ll_rank_major_send" if self._rank_major else "ll_dispatch_send"
+        self._stamping = {self._dispatch_name, self._send_name, "ll_combine", "ll_nvfp4_combine", "ll_combine_send"}
         halves = (self._send_name, SENDS[self._send_name], "ll_combine_send", "ll_combine_complete")
         for name in (self._dispatch_name, "ll_combine", "ll_copy", *(halves if group.config.num_staging_slots else ())):
             self._kernel(name)
@@ -234,9 +236,11 @@ class Handle:
             TypeError, ValueError: an argument is wrong (on this rank; every other rank raises `EpRefusedError`).
             EpError: what a device reported about an earlier operation.
         """
-        self._check_open("dispatch")
-        self._check_landed("dispatch")
-        slot = self._take_slot()
+        self._check_group("dispatch")
+        with _Refusing(self, "", -1):
+            self._check_open("dispatch")
+            self._check_landed("dispatch")
+            slot = self._take_slot()
         staged = isinstance(config, DispatchConfig) and config.send_only and bool(self.group.staging_owner)
         name = self._send_name if staged else self._dispatch_name
         self._generation += 1
@@ -268,7 +272,7 @@ class Handle:
             own = (tokens.data_ptr(), idx.data_ptr(), num_tokens, counts.expert_counters.data_ptr())
             self._launch(name, slot, Status.GO, (*own, scales), (tokens, idx, counts.expert_counters, *beside), False, sent, place)
         self._packed = False
-        self._num_tokens = num_tokens   # only now: a dispatch known to be refused leaves the earlier one to combine
+        self._num_tokens, self._held = num_tokens, self._generation   # only now: a dispatch known to be refused leaves the earlier one to combine
         self._counters = counts.src_rank_counters if self._rank_major else counts.expert_counters
         copies: list[tuple[Any, Any]] = []
         received = self._rows(slot) if sent is None else self._sent(slot, 0, sent.dtype, sent.width)
@@ -395,16 +399,19 @@ class Handle:
             TypeError, ValueError, EpStaleError: an argument is wrong (every other rank raises `EpRefusedError`).
             EpError: what a device reported about an earlier operation.
         """
-        self._check_open("combine")
-        self._check_landed("combine")
-        if self._slot < 0 or self.group.slot_owner[self._slot] not in (self.id, -self.id):
-            raise EpError("combine needs a dispatch of this handle before it; its slot was never filled or went to another handle")
-        slot = self._slot
+        self._check_group("combine")
         staged = isinstance(config, CombineConfig) and config.send_only and bool(self.group.staging_owner)
-        name = "ll_combine_send" if staged else "ll_combine"
-        if staged:
-            self._stage = take_stage(self.group, self.id)
-        elif self.group.slot_combined[slot]:   # peers may still be pulling from this slot: meet first, on all ranks alike
+        with contextlib.nullcontext() if staged else _Refusing(self, "", -1):   # a staged combine is no operation of the group
+            self._check_open("combine")
+            self._check_landed("combine")
+            if self._slot < 0 or self.group.slot_owner[self._slot] not in (self.id, -self.id):
+                raise refused(EpError("combine needs a dispatch of this handle before it; its slot was never filled or went to another handle"),
+                              Refusal.ORDER)
+            slot = self._slot
+            name = "ll_combine_send" if staged else "ll_combine"
+            if staged:
+                self._stage = take_stage(self.group, self.id)
+        if not staged and self.group.slot_combined[slot]:   # peers may still be pulling from this slot: meet first, on all ranks alike
             self.group.rendezvous(OpKind.COMBINE)
         given = inputs if isinstance(inputs, CombineInputs) else CombineInputs(inputs)
         made = outputs if isinstance(outputs, CombineOutputs) else CombineOutputs()
@@ -575,8 +582,11 @@ class Handle:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
     def _check_open(self, what: str) -> None:
+        self._check_group(what)
         if self._closed:
-            raise EpClosedError(f"cannot {what}: the handle is closed")
+            raise refused(EpClosedError(f"cannot {what}: the handle is closed"), Refusal.CLOSED)
+
+    def _check_group(self, what: str) -> None:
         if self.group._closed:
             raise EpClosedError(f"cannot {what}: the group is closed")
 
@@ -585,7 +595,7 @@ class Handle:
             self.complete()
         if self._flight is not None:
             flies = "combine" if "combine" in self._flight.name else "dispatch"
-            raise EpError(f"cannot {what}: the handle's {flies} is in flight; call complete() first, or use another handle")
+            raise refused(EpError(f"cannot {what}: the handle's {flies} is in flight; call complete() first, or use another handle"), Refusal.ORDER)
 
     def _check_staged(self, send_only: bool) -> None:
         if send_only and not self.group.staging_owner:
@@ -614,8 +624,8 @@ class Handle:
         elif free:
             slot = free[0]
         else:
-            raise EpError(f"all {len(owner)} slots hold dispatches that other handles have not combined yet; combine one, close its handle, or set "
-                          "GroupConfig.num_slots higher")
+            raise refused(EpError(f"all {len(owner)} slots hold dispatches that other handles have not combined yet; combine one, close its handle, "
+                                  "or set GroupConfig.num_slots higher"), Refusal.ORDER)
         self.group.slot_owner[slot], self.group.slot_combined[slot], self._slot = self.id, False, slot
         return slot
 
@@ -671,6 +681,9 @@ class Handle:
         """Submit one operation; `own` are the kernel's values between the record and the slot."""
         group = self.group
         fixed = self._fixed(name, slot, self._stage, global_ids, sent, place)
+        if name in self._stamping:   # what a dispatch leaves in its slot's header, and a combine looks for
+            generation = self._held if "combine" in name else self._generation
+            fixed = (*fixed[:-2], self.id << 32 | generation, fixed[-1])
         values = (*fixed[:4], *own, *fixed[4:], status, group.config.wait_ns)
         kernel = self._kernel(name, None if sent is None else sent.wire)
         group.keep(tensors)
@@ -730,7 +743,10 @@ class _Refusing:
     def __exit__(self, exc_type: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not getattr(error, "everywhere", False) and not self.handle.group.comm.capturing():
             try:
-                self.handle.refuse(self.name, self.slot, refusal_of(error))
+                if self.name:
+                    self.handle.refuse(self.name, self.slot, refusal_of(error))
+                else:
+                    self.handle.group.refuse(refusal_of(error))
             except EpRefusedError:   # another rank refuses the same call; my own error says more
                 pass
         elif error is not None and self.name == "ll_combine_send":   # no operation: nothing flies

@@ -35,21 +35,26 @@ __all__ = [
 MAX_SHARED_BYTES = 200 * 1024
 """Most dynamic shared memory of a block; sm_90 and sm_100 have 227 KiB, others less (`LoadedKernel.allow_shared` asks the device)."""
 
+ROUTING_BYTES = 8
+"""What a lane of a combine fetches of the routing: a row and a weight."""
+
 FREE_SHARED_BYTES = 48 * 1024
 """What a kernel may use without asking."""
 
 
-def shared_bytes(shape: KernelShape, max_tokens: int, grid: int) -> int:
-    """Dynamic shared memory of a block: two counters per expert, and a row number per (token, k) of the block; RANK_MAJOR: two counters per rank,
-    and a row number, id and weight per (token, k)."""
+def shared_bytes(shape: KernelShape, max_tokens: int, grid: int, warps: int = 0, limit: int = MAX_SHARED_BYTES) -> int:
+    """Dynamic shared memory of a block: three counters per expert, and a row number per (token, k) of the block; RANK_MAJOR: three counters per
+    rank, and a row number, id and weight per (token, k). After these, room for the first row of each of its `warps` (or as much of it as fits below
+    `limit`), which is fetched while the block waits for other ranks."""
     tokens_of_block = -(-max_tokens // grid)
     counters, words = (shape.num_ranks, 3) if shape.layout is Layout.RANK_MAJOR else (shape.num_experts, 1)
-    needed = align(2 * 4 * counters + 4 * words * tokens_of_block * shape.num_topk, 16)
+    needed = max(align(3 * 4 * counters + 4 * words * tokens_of_block * shape.num_topk, 16), ROUTING_BYTES * 32 * warps)
     if needed > MAX_SHARED_BYTES:
         raise ValueError(f"{shape.num_experts} experts and {tokens_of_block} tokens per block ({max_tokens} over {grid} blocks) with "
                          f"{shape.num_topk} experts each need {needed} bytes of shared memory, at most {MAX_SHARED_BYTES} are available: raise "
                          "max_num_sms, or lower max_dispatch_tokens_per_rank")
-    return needed
+    piece = -(-shape.row_bytes // 16 // max(1, warps // max(1, tokens_of_block)))   # 16-byte vectors of a row that one warp moves
+    return needed + max(0, min(piece, (limit - needed) // 16 // warps)) * 16 * warps if warps else needed
 
 
 # ---- load and launch -----------------------------------------------------------------------------------------------------

@@ -387,7 +387,8 @@ class _SimRank(Communicator):
         return self.world.simulator.blocks
 
     def synchronize(self) -> None:
-        """Nothing to wait for: a submitted operation has run when `submit` returns."""
+        """Nothing to wait for: a submitted operation has run when `submit` returns. What the host wrote since is taken in."""
+        self.world.simulator.words.absorb()
 
     def close(self) -> None:
         """Nothing is held."""

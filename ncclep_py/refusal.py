@@ -19,6 +19,8 @@ class Refusal(enum.IntEnum):
     EXPERT_ID = 7
     OTHER = 8
     EARLIER = 9
+    CLOSED = 10
+    ORDER = 11
 
 
 SENTENCES: dict[int, str] = {
@@ -30,6 +32,8 @@ SENTENCES: dict[int, str] = {
     Refusal.STALE: "rows or a slot that something newer took",
     Refusal.EXPERT_ID: "an expert id out of range",
     Refusal.OTHER: "an invalid call",
+    Refusal.CLOSED: "a handle that is closed",
+    Refusal.ORDER: "a call out of order: without a dispatch to combine, without a free slot, or with an operation in flight",
     Refusal.EARLIER: "its device had reported an error of an earlier operation",
 }
 """What peers are told, by `Refusal`."""

@@ -20,8 +20,9 @@ class OpKind(enum.IntEnum):
     CLEAN = 7
 
 
-_FIELDS = (("kind", 4), ("layout", 4), ("token_type", 4), ("recipe", 4), ("slot", 6), ("num_topk", 6), ("row_vectors", 20), ("global_ids", 1),
+_FIELDS = (("kind", 4), ("layout", 3), ("token_type", 4), ("recipe", 4), ("slot", 6), ("num_topk", 6), ("row_vectors", 20), ("global_ids", 1),
            ("scale_vectors", 8), ("backward", 1), ("alignment", 5))
+"""62 bits in all: HEAD carries them in two words beside the epoch and the status."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Signature:
     alignment: int = 0
 
     def pack(self) -> int:
-        """The signature as a non-negative integer below 2^63."""
+        """The signature as a non-negative integer below 2^62."""
         word, shift = 0, 0
         for name, bits in _FIELDS:
             value = int(getattr(self, name))

@@ -293,8 +293,11 @@ def test_broken_device_code_names_versions():
 
 # ---- launch --------------------------------------------------------------------------------------------------------------------
 def test_shared_bytes():
-    assert launch.shared_bytes(shape(), 128, 16) == 2 * 128 * 4 + 8 * 8 * 4
-    assert launch.shared_bytes(shape(num_topk=1), 128, 50) == 1024 + 16   # 3 tokens, rounded up
+    assert launch.shared_bytes(shape(), 128, 16) == 3 * 128 * 4 + 8 * 8 * 4
+    assert launch.shared_bytes(shape(num_topk=1), 128, 50) == 1536 + 16   # 3 tokens, rounded up
+    row = shape().row_bytes
+    assert launch.shared_bytes(shape(), 128, 16, 16) == 32 * 8 * 16 + 8 * row          # 8 tokens, two warps on each: half a row per warp
+    assert launch.shared_bytes(shape(), 128, 4, 16, 100_000) == 4096 + 374 * 16 * 16   # as much of 16 rows as fits
     with pytest.raises(ValueError, match=r"16384 tokens per block \(32768 over 2 blocks\).*at most 204800"):
         launch.shared_bytes(shape(), 32768, 2)
 

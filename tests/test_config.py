@@ -177,7 +177,7 @@ def test_numbers_of_the_enums() -> None:
 
 
 # ---- signature -----------------------------------------------------------------------------------------------------------------
-WIDTHS = {"kind": 4, "layout": 4, "token_type": 4, "recipe": 4, "slot": 6, "num_topk": 6, "row_vectors": 20}
+WIDTHS = {"kind": 4, "layout": 3, "token_type": 4, "recipe": 4, "slot": 6, "num_topk": 6, "row_vectors": 20}
 NOTHING = dict.fromkeys(WIDTHS, 0)
 
 
@@ -188,7 +188,7 @@ def test_signature_round_trip_and_limits(field: str) -> None:
     for value in (0, 1, top // 2, top):
         signature = Signature(**{**NOTHING, field: value})
         word = signature.pack()
-        assert 0 <= word < 1 << 63 and Signature.unpack(word) == signature
+        assert 0 <= word < 1 << 62 and Signature.unpack(word) == signature
         words.add(word)
     assert len(words) == len({0, 1, top // 2, top})
     for value in (-1, top + 1):
@@ -202,7 +202,9 @@ def test_signature_of_everything_at_its_largest() -> None:
 
 
 def test_signature_holds_the_largest_group() -> None:
-    c = group(hidden=1 << 20, dtype=torch.float32, num_slots=64, num_experts=32, num_topk=32)
+    c = group(hidden=(1 << 20) - 4, dtype=torch.float32, num_slots=64, num_experts=32, num_topk=32)
+    with pytest.raises(ValueError, match="rows of at most 4194288 bytes, got 4194304"):
+        group(hidden=1 << 20, dtype=torch.float32)
     Signature(OpKind.CLOSE, Layout.FLAT, c.token_type, 15, c.num_slots - 1, c.num_topk, c.row_bytes // 16).pack()
 
 
@@ -221,6 +223,12 @@ def record(code: int, phase: int = Phase.HEAD, peer: int = 2, culprit: int = 3, 
     return found
 
 
+@pytest.mark.parametrize(("held", "words"), [(0, "no dispatch, the last one failed"), (2 << 32 | 5, "dispatch of handle 2, not of handle 3"),
+                                             (3 << 32 | 4, "dispatch 4 of handle 3, not 5")])
+def test_stale_slots_are_told_apart(held: int, words: str) -> None:
+    assert words in str(ErrorRecord(Code.STALE_SLOT, 1, 5, 0, 0, 0, held, 3 << 32 | 5).exception())
+
+
 def test_no_record() -> None:
     assert ErrorRecord.read([0] * 8) is None
 
@@ -230,7 +238,7 @@ def test_no_record() -> None:
     (Code.ABORTED, EpTimeoutError, ("rank 2 gave up because rank 3",)),
     (Code.LEFT_BEHIND, EpTimeoutError, ("rank 2 is already at operation 7",)),
     (Code.OVERFLOW, EpOverflowError, ("row 7 for an expert of rank 2 is beyond its 9 rows",)),
-    (Code.STALE_SLOT, EpStaleError, ("holds a dispatch of handle 7, not of handle 9",)),
+    (Code.STALE_SLOT, EpStaleError, ("dispatch 7 of handle 0, not 9",)),
 ])
 def test_records_become_sentences(code: Code, error: type[Exception], words: tuple[str, ...]) -> None:
     raised = record(code).exception(SENTENCES)

@@ -30,7 +30,6 @@ POINTERS += ("partials", "hits", "kept_rows", "routes", "place_table", "zones", 
 POINTERS += ("joins", "details", "votes", "members", "masked_at", "outcome", "waited", "wrote", "notice")
 NOUN = {"word": "epoch", "counter": "blocks_done", "counts": "count", "heads": "head", "joins": "join", "details": "detail",
         "votes": "vote"}   # parameter -> noun, where they differ
-SYNONYM = {"signature": "head"}   # two words of one HEAD; loads cannot be told apart, stores by what they store
 VOTES = {"ld.relaxed.sys vote", "atom.acq_rel.sys vote", "fence.sc.sys"}   # an attempt that ends early, and the vote of a rank (test_votes_are_total)
 ASIDE = {"waited": {"ld.weak waited", "st.weak waited"}, "wrote": {"st.weak wrote"},
          "notice": {"ld.volatile notice", "st.volatile notice", "membar.sys", "fence.sc.sys"}}
@@ -93,7 +92,7 @@ def annotate(name: str, code: list[Instruction]) -> None:
         changed = False
         for i in code:
             kind = i.op.split(".")[0]
-            if kind in ("st", "red", "bar", "fence", "membar", "bra", "ret"):
+            if kind in ("st", "cp", "red", "bar", "fence", "membar", "bra", "ret"):
                 continue
             to, _, rest = i.operands.partition("}," if i.operands.startswith("{") else ",")
             if i.op.startswith("ld.param"):
@@ -118,17 +117,19 @@ def effect(i: Instruction, sources) -> str | None:
         return "bar.warp" if "warp" in words else "bar.sync"
     if kind in ("fence", "membar"):
         return i.op
-    if kind not in ("ld", "st", "atom", "red") or "param" in words:
+    if i.op == "cp.async.wait_all":
+        return i.op
+    if kind not in ("ld", "st", "cp", "atom", "red") or "param" in words:
         return None
+    if kind == "cp":
+        return f"cp.async {'+'.join(sorted(sources(i.operands.split('[')[2]) & set(POINTERS)))}"
     if "shared" in words:
         return f"{kind}.shared"
-    address, value = re.search(r"\[([^]]*)\]", i.operands)[1], i.operands.partition("]")[2]
+    address = re.search(r"\[([^]]*)\]", i.operands)[1]
     i.offset = int((re.search(r"\+(-?\d+)", address) or [0, 0])[1])
     where = sources(address)
     whose = sorted(where & set(POINTERS)) or sorted(where & {"window"})
     noun = "+".join(NOUN.get(w, w) for w in whose) or f"unknown memory [{address}]"
-    if kind == "st" and noun == "head" and "signature" in sources(value):
-        noun = "signature"
     strengths = [w for w in ("relaxed", "acquire", "release", "acq_rel", "volatile", "nc") if w in words]
     scopes = [w for w in ("cta", "cluster", "gpu", "sys") if w in words]
     return ".".join([kind, *(strengths or ["weak"]), *scopes]) + f" {noun}"
@@ -142,10 +143,9 @@ def is_order(effect: str) -> bool:
 
 def complaints(op: Op, code: list[Instruction], follow: dict[int, list[int]]) -> list[str]:
     """What is wrong with one compiled operation."""
-    ignored = {"bar.warp", "ld.shared", "st.shared", "atom.shared"} | ({"ld.weak window"} if "window" in op.parameters else set())
+    ignored = {"bar.warp", "ld.shared", "st.shared", "atom.shared", "cp.async.wait_all"}
+    ignored |= {"ld.weak window"} if "window" in op.parameters else set()
     allowed = set(op.effects) | ignored | ({"bar.sync"} if op.scope == "block" else set())
-    if any(e == "ld.relaxed.sys signature" for e in op.effects):
-        allowed.add("ld.relaxed.sys head")
     if "fail" in op.parameters and "record" in op.parameters:
         allowed |= FAILURE
     aside = set(FAILURE).union(*(ASIDE[name] for name in op.parameters if name in ASIDE), VOTES if "votes" in op.parameters else ())
@@ -156,23 +156,15 @@ def complaints(op: Op, code: list[Instruction], follow: dict[int, list[int]]) ->
     trace = [None if i.effect in ignored or (i.effect in aside and i.effect not in op.effects) else i.effect for i in code]
     if not some_path(op.effects, trace, follow):
         wrong.append("no path has all effects in declared order")
-    wrong += every_path(op, trace, follow) + shared_memory(op, code, follow) + record(code, follow)
+    wrong += every_path(op, trace, follow) + shared_memory(op, code, follow) + copied(code, follow) + record(code, follow)
     return wrong
-
-
-def same(declared: str, found: str) -> bool:
-    """Whether an instruction's effect is the declared one."""
-    if declared.startswith("ld"):
-        kind, _, noun = declared.partition(" ")
-        return found == f"{kind} {SYNONYM.get(noun, noun)}"
-    return found == declared
 
 
 def some_path(effects: tuple[str, ...], trace: list[str | None], follow: dict[int, list[int]]) -> bool:
     """Whether the effects occur in order on some path."""
     start = {0}
     for wanted in effects:
-        hits = {i for i in reach(start, follow) if i < len(trace) and trace[i] is not None and same(wanted, trace[i])}
+        hits = {i for i in reach(start, follow) if i < len(trace) and trace[i] == wanted}
         if not hits:
             return False
         start = {n for i in hits for n in follow[i]}
@@ -209,7 +201,7 @@ def every_path(op: Op, trace: list[str | None], follow: dict[int, list[int]]) ->
     def step(states: frozenset[tuple[int, bool]], found: str) -> frozenset[tuple[int, bool]]:
         after: set[tuple[int, bool]] = set()
         for at, begun in states:
-            if any(same(effects[i], found) for i in range(at, gap(at))):
+            if found in effects[at:gap(at)]:
                 after.add((at, True))
             order = gap(at)
             if order < end and effects[order] == found:
@@ -251,6 +243,12 @@ def shared_memory(op: Op, code: list[Instruction], follow: dict[int, list[int]])
     return wrong
 
 
+def copied(code: list[Instruction], follow: dict[int, list[int]]) -> list[str]:
+    """Rows in shared memory (16-byte loads) were copied there asynchronously: wait first."""
+    loads, waits = ({i for i, c in enumerate(code) if c.op == op} for op in ("ld.shared.v4.u32", "cp.async.wait_all"))
+    return ["a copied row is read before it is there"] if loads & reach({0}, follow, waits) else []
+
+
 def record(code: list[Instruction], follow: dict[int, list[int]]) -> list[str]:
     """The error record: all words, a system fence, then `code`."""
     stores = {i for i, c in enumerate(code) if c.effect == "st.volatile record"}
@@ -286,40 +284,28 @@ def test_compiled_effects_are_the_declared_ones(ptx, name):
 
 
 LOADS, STORES = ("ld.relaxed.sys.global.u64", "st.relaxed.sys.global.u64")
-WAITS = {"wait_heads", "wait_counts", "sum_counts", "wait_arrived", "take_arrived_rows"}
+ACQUIRES = "ld.acquire.sys.global.u64"
 PUBLISHES = {"publish_head", "publish_abort", "publish_counts", "publish_arrived", "publish_arrived_rows"}
 HT_WAITS, HT_PUBLISHES = {"ht_wait_hits", "ht_store_zones"}, {"ht_publish_hits", "ht_publish_kept"}
-WAITS, PUBLISHES = WAITS | HT_WAITS, PUBLISHES | HT_PUBLISHES
-FENCES = {"publish_head", "wait_heads", "publish_arrived", "wait_arrived", "publish_arrived_rows"}
+WAITS, PUBLISHES = {"wait_counts", "take_arrived_rows"} | HT_WAITS, PUBLISHES | HT_PUBLISHES
+FENCES = {"publish_head", "publish_arrived", "publish_arrived_rows"}
 WAITS |= {"wait_joins", "wait_member_counts", "sum_member_counts", "settle", "conclude", "read_verdict", "catch_up", "readmit"}
 PUBLISHES |= {"publish_join", "publish_late"}
 FENCES |= {"publish_join", "wait_joins", "settle", "publish_late"}
 VOTERS = {"wait_joins", "wait_member_counts", "sum_member_counts", "settle", "conclude"}
 MAY_FAIL = {op.name for op in OPS.values() if "record" in op.parameters}
-SIGNATURE_STORES = "  for (int peer = lane(); peer < num_ranks; peer += 32) store_relaxed_sys(peer_at(window, at, peer), signature);\n"
-HEAD_STORES = ("  for (int peer = lane(); peer < num_ranks; peer += 32) store_relaxed_sys(peer_at(window, at + 8, peer), "
-               "tagged(epoch, u32(status)));\n")
 FENCE = "  fence_system();   // by every publishing lane\n"
 
 MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     # what is wrong: (operation to change, or None for a helper; old text; new text; the operations that must complain)
     "publish_head: no fence": ("publish_head", FENCE, "", {"publish_head"}),
-    "publish_head: fence before both words": ("publish_head", SIGNATURE_STORES + FENCE, FENCE + SIGNATURE_STORES, {"publish_head"}),
-    "publish_head: head before signature": ("publish_head", SIGNATURE_STORES + FENCE + HEAD_STORES, HEAD_STORES + FENCE + SIGNATURE_STORES,
-                                            {"publish_head"}),
+    "publish_head: a word before the fence": ("publish_head", FENCE, "  if (to) store_relaxed_sys(to, low);\n" + FENCE, {"publish_head"}),
     "publish_head: one lane fences": ("publish_head", "  fence_system();", "  if (lane() == 0) fence_system();", {"publish_head"}),
-    "wait_heads: no fence": ("wait_heads", "fence_system();", "", {"wait_heads"}),
-    "wait_heads: one lane fences": ("wait_heads", "fence_system();", "if (lane() == 0) fence_system();", {"wait_heads"}),
     "wait_heads: no barrier": ("wait_heads", "__syncthreads_or(code)", "code", {"wait_heads"}),
     "publish_arrived: no fence": ("publish_arrived", FENCE, "", {"publish_arrived"}),
     "publish_arrived: one lane fences": ("publish_arrived", "  fence_system();", "  if (lane() == 0) fence_system();", {"publish_arrived"}),
-    "wait_arrived: no fence": ("wait_arrived", "fence_system();", "", {"wait_arrived"}),
-    "wait_arrived: fence only if all went well": ("wait_arrived", "fence_system();", "if (v.code == 0) fence_system();", {"wait_arrived"}),
     "wait_arrived: no barrier": ("wait_arrived", "__syncthreads_or(code)", "code", {"wait_arrived"}),
     "wait_counts: no barrier": ("wait_counts", "__syncthreads_or(code)", "code", {"wait_counts"}),
-    "sum_counts: no barrier after clearing": ("sum_counts", "__syncthreads();", "", {"sum_counts"}),
-    "sum_counts: no barrier after adding": ("sum_counts", "__syncthreads_or(code)", "code", {"sum_counts"}),
-    "check_header: no barrier": ("check_header", "__syncthreads_or(held != handle)", "held != handle", {"check_header"}),
     "last_block: no barrier before": ("last_block", "__syncthreads();", "", {"last_block"}),
     "last_block: no barrier after": ("last_block", "__syncthreads_or(threadIdx.x == 0 && before == gridDim.x - 1)",
                                      "before == gridDim.x - 1", {"last_block"}),
@@ -348,6 +334,9 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     "advance_epoch: volatile": ("advance_epoch", "*(u64*)word", "*(volatile u64*)word", {"advance_epoch"}),
     "gather_row: row table through the read-only cache": ("gather_row", "((const int*)table)[at]", "__ldg((const int*)table + at)",
                                                           {"gather_row"}),
+    "scatter_row: copies not waited for": ("scatter_row", "  wait_copies();", "  ", {"scatter_row"}),
+    "acquire loads are relaxed": (None, ACQUIRES, LOADS, {"wait_heads", "wait_arrived"}),
+    "acquire loads are gpu scope": (None, ACQUIRES, ACQUIRES.replace("sys", "gpu"), {"wait_heads", "wait_arrived"}),
     "relaxed.sys loads are plain": (None, LOADS, "ld.global.u64", WAITS),
     "relaxed.sys loads are gpu scope": (None, LOADS, LOADS.replace("sys", "gpu"), WAITS),
     "relaxed.sys stores are plain": (None, STORES, "st.global.u64", PUBLISHES),

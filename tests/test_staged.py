@@ -84,7 +84,7 @@ def toy(num_ranks: int, text: str, staging: int, factories: Mapping[str, Callabl
     (3, "S A P R P R", 1)])
 def test_every_schedule_is_right(num_ranks: int, text: str, staging: int) -> None:
     found = explore(toy(num_ranks, text, staging))
-    assert found.complete and found.states > 100
+    assert found.complete and found.states > 50
 
 
 @pytest.mark.parametrize(("num_ranks", "text", "staging"), [(2, "S0 S1 A0 X0 A1 X1 P00 P11 R0 R1", 2), (3, "D P R", 1)])
@@ -218,7 +218,7 @@ def first_red(seeds: int = 150, **how: object) -> BaseException | None:
 
 
 RELEASED = "code = wait_arrived(window, released, rank, RANKS, epoch, fail, record, timeout)"
-ORIGINS = "store_origins(window, origins, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, rank, PLACES)"
+ORIGINS = "store_origins(window, origins, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, rank, PLACES)"
 MUTANTS = {
     "dispatch_send": {
         "no wait_heads": [("code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)", "code = 0")],
@@ -360,8 +360,7 @@ def test_effect_mutants(name: str) -> None:
 
 @pytest.mark.parametrize(("op", "effects"), [
     ("publish_arrived", ("st.relaxed.sys arrived",)), ("wait_arrived", ("ld.relaxed.sys arrived", "bar.sync")),
-    ("publish_head", ("st.relaxed.sys signature", "st.relaxed.sys head")),
-    ("wait_heads", ("ld.relaxed.sys head", "ld.relaxed.sys signature", "bar.sync")),
+    ("publish_head", ("st.relaxed.sys head",)), ("wait_heads", ("ld.relaxed.sys head", "bar.sync")),
     ("last_block", ("bar.sync", "atom.relaxed.gpu blocks_done", "bar.sync"))])
 def test_fences_of_released_and_flight_words_are_needed(op: str, effects: Sequence[str]) -> None:
     """Without a dispatch in between, only these order the pushes of one use of a staging slot after the sums of the last."""

@@ -31,7 +31,8 @@ def make_ht_combine(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
     end_token, warp_token, token_step = ops.end_token, ops.warp_token, ops.token_step
     begin_vector, end_vector = ops.begin_vector, ops.end_vector
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
-    check_header, last_block, op_code = ops.check_header, ops.last_block, ops.op_code
+    read_header, check_header = ops.read_header, ops.check_header
+    last_block, op_code, clear_fail = ops.last_block, ops.op_code, ops.clear_fail
     map_status, gather_row, gather_weights, check_rows = ops.ht_map_status, ops.ht_gather_row, ops.ht_gather_weights, ops.ht_check_rows
 
     def ht_combine(window, rank, local, record, maps, out, grads, num_tokens, rows, rows_window, rows_at, slot, header,  # noqa: ANN001, ANN202
@@ -42,9 +43,10 @@ def make_ht_combine(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, epoch, signature, map_status(maps + HEADER, handle, status))
         # ---- 2 wait ----------------------------------------------------------------------------------------------------
+        held = read_header(header)
         code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
         if code == 0:
-            code = check_header(header, handle, rank, epoch, fail, record)
+            code = check_header(held, handle, rank, epoch, fail, record)
         # ---- 3 rows ----------------------------------------------------------------------------------------------------
         if code == 0:
             begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
@@ -60,6 +62,7 @@ def make_ht_combine(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
                     publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
                 elif rows >= 0:
                     check_rows(maps + ZONES, LOCAL_EXPERTS, rows, rank, epoch, fail, record)
+                clear_fail(fail)
                 advance_epoch(local + EPOCH, epoch)
 
     return ht_combine

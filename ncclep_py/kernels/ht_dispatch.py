@@ -31,7 +31,7 @@ def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
     begin_vector, end_vector = ops.begin_vector, ops.end_vector
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
     publish_arrived, wait_arrived = ops.publish_arrived, ops.wait_arrived
-    last_block, op_code, store_header = ops.last_block, ops.op_code, ops.store_header
+    last_block, op_code, clear_fail, store_header = ops.last_block, ops.op_code, ops.clear_fail, ops.store_header
     map_status, scatter_row, scatter_weights = ops.ht_map_status, ops.ht_scatter_row, ops.ht_scatter_weights
     zero_pads, clear_ids, check_rows = ops.ht_zero_pads, ops.ht_clear_ids, ops.ht_check_rows
 
@@ -76,6 +76,7 @@ def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
                 else:
                     check_rows(maps + ZONES, LOCAL_EXPERTS, rows, rank, epoch, fail, record)
                     store_header(header, epoch, handle)
+                clear_fail(fail)
                 advance_epoch(local + EPOCH, epoch)
 
     return ht_dispatch

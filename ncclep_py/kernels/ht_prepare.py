@@ -27,7 +27,7 @@ def make_ht_prepare(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
     HEADER, ZONES, PARTIALS, ROUTES, PLACES = shape.maps.header, shape.maps.zones, shape.maps.partials, shape.maps.routes, shape.maps.places
     block_idx, warp_idx, read_epoch, advance_epoch = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
-    last_block, op_code, store_header = ops.last_block, ops.op_code, ops.store_header
+    last_block, op_code, clear_fail, store_header = ops.last_block, ops.op_code, ops.clear_fail, ops.store_header
     add_up, publish_hits, wait_hits, assign = ops.ht_sum, ops.ht_publish_hits, ops.ht_wait_hits, ops.ht_assign
     publish_kept, store_zones = ops.ht_publish_kept, ops.ht_store_zones
 
@@ -60,6 +60,7 @@ def make_ht_prepare(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
                     publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
                 else:
                     store_header(maps + HEADER, epoch, handle)
+                clear_fail(fail)
                 advance_epoch(local + EPOCH, epoch)
 
     return ht_prepare

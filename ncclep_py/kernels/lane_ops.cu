@@ -11,7 +11,7 @@ enum Code { TIMEOUT = 1, ABORTED, REFUSED, MISMATCH, LEFT_BEHIND, OVERFLOW, STAL
 enum Phase { HEAD = 1, COUNTS, ROWS, ARRIVED, SLOT };                                      // errors.Phase
 enum Status { GO = 0, REFUSE = 1, ABORT = 2 };                                            // errors.Status
 
-extern __shared__ u32 ep_shared[];   // total[E], start[E], rows[tokens of the block][K]
+extern __shared__ __align__(16) u32 ep_shared[];   // total[E], start[E], received[E], rows[tokens of the block][K], rows of tokens on their way
 
 INLINE int lane() { return threadIdx.x & 31; }
 INLINE int warp() { return __shfl_sync(~0u, int(threadIdx.x >> 5), 0); }   // a shuffle, so that the compiler knows it is uniform
@@ -21,6 +21,7 @@ INLINE u64 nanoseconds() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l
 
 // ---- accesses, one function per strength ---------------------------------------------------------------------------------------------------
 INLINE u64 load_relaxed_sys(u64 p) { u64 v; asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory"); return v; }
+INLINE u64 load_acquire_sys(u64 p) { u64 v; asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory"); return v; }
 INLINE u64 load_relaxed_gpu(u64 p) { u64 v; asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory"); return v; }
 INLINE void store_relaxed_sys(u64 p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" :: "l"(p), "l"(v) : "memory"); }
 INLINE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
@@ -46,6 +47,15 @@ INLINE uint4 load_row(u64 p) {
 }
 INLINE void store_row(u64 p, uint4 v) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1,%2,%3,%4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+INLINE void copy_async(u32 to, u64 from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+}
+INLINE void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+INLINE uint4 load_shared(u32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
 }
 INLINE int load_idx(u64 base, i64 i, i64 bytes, i64 experts) {   // -1 for every id outside [0, experts)
   i64 e;
@@ -86,16 +96,27 @@ INLINE void give_up(i64 fail, i64 record, i64 code, i64 epoch, i64 phase, i64 ra
 }
 
 // ---- who and where ---------------------------------------------------------------------------------------------------------------------------
+// All integers here are small. A division costs a hundred cycles, so there are few, by way of fp32 where that is exact: (a + 1/2) / b has at least
+// 1 / 2b to the next integer, and an error below 3 a * 2^-24 / b.
+INLINE int over(int a, int b) {   // floor(a / b), 0 <= a < 2^21
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(float(b)));
+  return int((float(a) + 0.5f) * inverse);
+}
+struct Parts { int size, longer; };   // n things over so many: the first `longer` get one more than `size`
+INLINE Parts divide(int n, int over_many) { int q = n < 1 << 21 ? over(n, over_many) : n / over_many; return {q, n - q * over_many}; }
+INLINE int starts_at(Parts p, int i) { return i * p.size + min(i, p.longer); }
+
 struct Share { int first, end, part, parts; };   // the tokens of this block, and which of the blocks on them it is
 INLINE Share share(int tokens) {
-  int blocks = gridDim.x, b = blockIdx.x;   // products stay below 2^31: at most 2^20 tokens and some hundred blocks
-  if (tokens >= blocks) return {int(u32(tokens) * b / blocks), int(u32(tokens) * (b + 1) / blocks), 0, 1};
+  int blocks = gridDim.x, b = blockIdx.x;
+  if (tokens >= blocks) { Parts p = divide(tokens, blocks); return {starts_at(p, b), starts_at(p, b + 1), 0, 1}; }
   if (tokens == 0) return {0, 0, 0, 1};
-  int parts = blocks / tokens;
-  if (b >= tokens * parts) return {0, 0, 0, parts};
-  return {b / parts, b / parts + 1, b % parts, parts};
+  int parts = over(blocks, tokens), token = over(b, parts);
+  if (token >= tokens) return {0, 0, 0, parts};
+  return {token, token + 1, b - token * parts, parts};
 }
-INLINE int pieces(Share s) { int own = s.end - s.first; return own == 0 ? 1 : max(1, warps() / own); }   // warps on one row
+INLINE int pieces(Share s) { int own = s.end - s.first; return own == 0 ? 1 : max(1, over(warps(), own)); }   // warps on one row
 
 OP ep_block_idx() { return blockIdx.x; }
 OP ep_warp_idx() { return warp(); }
@@ -104,14 +125,14 @@ OP ep_end_token(i64 num_tokens) { return share(num_tokens).end; }
 OP ep_token_part(i64 num_tokens) { return share(num_tokens).part; }
 OP ep_warp_token(i64 num_tokens) {
   Share s = share(num_tokens);
-  int p = pieces(s), row = warp() / p;
-  return row < warps() / p ? s.first + row : s.end;
+  int p = pieces(s), row = over(warp(), p);
+  return row < over(warps(), p) ? s.first + row : s.end;
 }
-OP ep_token_step(i64 num_tokens) { return warps() / pieces(share(num_tokens)); }
+OP ep_token_step(i64 num_tokens) { return over(warps(), pieces(share(num_tokens))); }
 INLINE i64 vector_at(i64 num_tokens, i64 row_bytes, int next) {
   Share s = share(num_tokens);
   int p = pieces(s);
-  return u32(row_bytes / 16) * u32(s.part * p + warp() % p + next) / u32(s.parts * p);
+  return starts_at(divide(int(row_bytes / 16), s.parts * p), s.part * p + warp() - over(warp(), p) * p + next);
 }
 OP ep_begin_vector(i64 num_tokens, i64 row_bytes) { return vector_at(num_tokens, row_bytes, 0); }
 OP ep_end_vector(i64 num_tokens, i64 row_bytes) { return vector_at(num_tokens, row_bytes, 1); }
@@ -122,14 +143,18 @@ OP ep_advance_epoch(i64 word, i64 epoch) {
   if (lane() == 0) *(u64*)word = u32(epoch + 1);
   return 0;
 }
+OP ep_clear_fail(i64 fail) {
+  if (lane() == 0) ((u64*)fail)[0] = 0, ((u64*)fail)[1] = 0;
+  return 0;
+}
 OP ep_store_header(i64 header, i64 epoch, i64 handle) {
   if (lane() == 0) ((i64*)header)[0] = epoch, ((i64*)header)[1] = handle;
   return 0;
 }
-OP ep_check_header(i64 header, i64 handle, i64 rank, i64 epoch, i64 fail, i64 record) {
-  i64 held = ((const i64*)header)[1];
+OP ep_read_header(i64 header) { return ((const i64*)header)[1]; }   // by every lane: uniform without a shuffle, so nobody waits for it here
+OP ep_check_header(i64 held, i64 handle, i64 rank, i64 epoch, i64 fail, i64 record) {
   if (held != handle && threadIdx.x == 0) give_up(fail, record, STALE_SLOT, epoch, SLOT, rank, rank, rank, held, handle);
-  return __syncthreads_or(held != handle);
+  return held == handle ? 0 : STALE_SLOT;
 }
 OP ep_last_block(i64 counter) {
   __syncthreads();
@@ -149,11 +174,20 @@ OP ep_op_code(i64 fail, i64 epoch) {
 // ---- counts and rows -------------------------------------------------------------------------------------------------------------------------
 INLINE u32* total_rows() { return ep_shared; }
 INLINE u32* start_row(i64 experts) { return ep_shared + experts; }
-INLINE int* block_rows(i64 experts) { return (int*)(ep_shared + 2 * experts); }
+INLINE u32* received_rows(i64 experts) { return ep_shared + 2 * experts; }
+INLINE int* block_rows(i64 experts) { return (int*)(ep_shared + 3 * experts); }
+struct Staging { u32 base; int vectors; };   // this warp's part of what is left of shared memory
+INLINE Staging staging(i64 reserved) {
+  u32 size;
+  asm("mov.u32 %0, %dynamic_smem_size;" : "=r"(size));
+  u32 used = (u32(reserved) * 4 + 15) / 16 * 16;
+  int vectors = size > used ? int((size - used) / 16 / u32(warps())) : 0;
+  return {u32(__cvta_generic_to_shared(ep_shared)) + used + u32(warp() * vectors * 16), vectors};
+}
 
 OP ep_count_experts(i64 topk_idx, i64 idx_bytes, i64 num_tokens, i64 num_topk, i64 num_experts, i64 first, i64 end) {
-  u32 *total = total_rows(), *start = start_row(num_experts);
-  for (int e = threadIdx.x; e < num_experts; e += blockDim.x) total[e] = 0, start[e] = 0;
+  u32 *total = total_rows(), *start = start_row(num_experts), *received = received_rows(num_experts);
+  for (int e = threadIdx.x; e < num_experts; e += blockDim.x) total[e] = 0, start[e] = 0, received[e] = 0;
   __syncthreads();
   for (i64 i = threadIdx.x; i < num_tokens * num_topk; i += blockDim.x) {
     int e = load_idx(topk_idx, i, idx_bytes, num_experts);

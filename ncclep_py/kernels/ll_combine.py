@@ -29,10 +29,12 @@ def make_ll_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
     EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
     block_idx, warp_idx, read_epoch, advance_epoch = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch
     end_token, warp_token, token_step = ops.end_token, ops.warp_token, ops.token_step
-    begin_vector, end_vector, gather_row, sum_row = ops.begin_vector, ops.end_vector, ops.gather_row, ops.sum_row
+    begin_vector, end_vector = ops.begin_vector, ops.end_vector
+    fetch_routing, gather_row, sum_row = ops.fetch_routing, ops.gather_row, ops.sum_row
     RANK_MAJOR = shape.layout is Layout.RANK_MAJOR
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
-    check_header, last_block, op_code = ops.check_header, ops.last_block, ops.op_code
+    read_header, check_header = ops.read_header, ops.check_header
+    last_block, op_code, clear_fail = ops.last_block, ops.op_code, ops.clear_fail
 
     def ll_combine(window, rank, local, record, weights, out, num_tokens, payload, slot, table, header, handle, signature,  # noqa: ANN001, ANN202
                    status, timeout):
@@ -41,23 +43,30 @@ def make_ll_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
         if block_idx() == 0:
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
-        # ---- 2 wait ----------------------------------------------------------------------------------------------------
+        # ---- 2 wait; meanwhile what only this rank wrote comes ------------------------------------------------------------
+        held, token, end = read_header(header), warp_token(num_tokens), end_token(num_tokens)
+        step = token_step(num_tokens)
+        begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
+        if not RANK_MAJOR:
+            fetch_routing(table, weights, token, end, TOPK)
         code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
         if code == 0:
-            code = check_header(header, handle, rank, epoch, fail, record)
+            code = check_header(held, handle, rank, epoch, fail, record)
         # ---- 3 rows ----------------------------------------------------------------------------------------------------
         if code == 0:
-            begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
-            for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
+            at = token
+            while at < end:   # no range: its length is a 64-bit division
                 if RANK_MAJOR:
-                    sum_row(payload, slot, table, out, token, TOPK, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop)
+                    sum_row(payload, slot, table, out, at, TOPK, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop)
                 else:
-                    gather_row(payload, slot, table, weights, out, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop)
+                    gather_row(payload, slot, table, weights, out, at, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop)
+                at += step
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)
             if warp_idx() == 0:
                 if code != 0:
                     publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
+                clear_fail(fail)
                 advance_epoch(local + EPOCH, epoch)
 
     return ll_combine

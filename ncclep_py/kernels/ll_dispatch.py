@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ncclep_py.errors import Code
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
 from ncclep_py.memory_map import FLIGHT_FAIL
@@ -28,14 +29,15 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = Fals
     QUANTISE, ROUND = shape.wire.quantise, int(shape.wire.round_scales)
     PLANE_ROWS, HEADS, ARRIVED, COUNTS = shape.window.plane_rows, shape.window.heads, shape.window.arrived, shape.window.counts
     EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
+    REFUSED, MISMATCH = int(Code.REFUSED), int(Code.MISMATCH)
     block_idx, warp_idx, read_epoch, advance_epoch = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch
     first_token, end_token, token_part = ops.first_token, ops.end_token, ops.token_part
     warp_token, token_step, begin_vector, end_vector = ops.warp_token, ops.token_step, ops.begin_vector, ops.end_vector
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
-    count_experts, publish_counts, wait_counts, assign_rows, sum_counts = (
-        ops.count_experts, ops.publish_counts, ops.wait_counts, ops.assign_rows, ops.sum_counts)
-    scatter_row, quantise_row, publish_arrived, wait_arrived = ops.scatter_row, ops.quantise_row, ops.publish_arrived, ops.wait_arrived
-    last_block, op_code, store_header = ops.last_block, ops.op_code, ops.store_header
+    count_experts, publish_counts, wait_counts, assign_rows = ops.count_experts, ops.publish_counts, ops.wait_counts, ops.assign_rows
+    fetch_row, scatter_row, quantise_row = ops.fetch_row, ops.scatter_row, ops.quantise_row
+    publish_arrived, wait_arrived = ops.publish_arrived, ops.wait_arrived
+    last_block, op_code, clear_fail, store_header = ops.last_block, ops.op_code, ops.clear_fail, ops.store_header
     # for staged combines only: where each row came from, and how many there are
     STAGED, COUNT_BANK = shape.window.num_staging > 0, shape.window.count_bank_bytes
     LOCAL_EXPERTS, PLACES = EXPERTS // RANKS, PLANE_ROWS // RANKS * TOPK
@@ -50,35 +52,37 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = Fals
         if block_idx() == 0:
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
-        # ---- 2 count: my rows per expert, told to everybody ----------------------------------------------------------
+        # ---- 2 count: my rows per expert, told to everybody; meanwhile the first row of each warp comes ------------------
         count_experts(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, first, end)
         publish_counts(window, counts, rank, RANKS, EXPERTS, epoch)
+        token, step = warp_token(num_tokens), token_step(num_tokens)
+        begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
+        reserved = 3 * EXPERTS + (end - first) * TOPK
+        if not QUANTISE:
+            fetch_row(tokens, token, end, reserved, SENT_BYTES, begin, stop)
         # ---- 3 wait: nobody's memory is touched before all ranks are here ----------------------------------------------
         code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
         if code == 0:
-            code = wait_counts(window, counts, rank, RANKS, EXPERTS, epoch, fail, record, timeout)
+            code = wait_counts(window, counts, rank, RANKS, EXPERTS, epoch, PLANE_ROWS, expert_counters, fail, record, timeout)
         # ---- 4 rows --------------------------------------------------------------------------------------------------
         if code == 0:
             assign_rows(topk_idx, IDX_BYTES, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, part, table, rank, epoch, fail, record)
-            begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
-            for token in range(warp_token(num_tokens), end, token_step(num_tokens)):
+            at = token
+            while at < end:   # no range: its length is a 64-bit division
                 if QUANTISE:
-                    quantise_row(payload, place, place + SCALES, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin,
-                                 stop)
+                    quantise_row(payload, place, place + SCALES, tokens, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
                 else:
-                    scatter_row(payload, place, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
+                    scatter_row(payload, place, tokens, at, token, first, reserved, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
                     if SCALE_BYTES > 0:
-                        scatter_row(payload, place + SCALES, scales, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES,
+                        scatter_row(payload, place + SCALES, scales, at, -1, first, reserved, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES,
                                     begin_vector(num_tokens, SCALE_BYTES), end_vector(num_tokens, SCALE_BYTES))
-                if STAGED:
-                    if begin == 0:
-                        if stop > 0:   # one of the warps on this row
-                            store_origins(window, origins, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, rank, PLACES)
+                if STAGED and begin == 0:   # the first of the warps on this row
+                    store_origins(window, origins, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, rank, PLACES)
+                at += step
         # ---- 5 arrived: the last block speaks for the rank -------------------------------------------------------------
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)
             if code == 0:
-                code = sum_counts(window, counts, rank, RANKS, EXPERTS, epoch, PLANE_ROWS, expert_counters, fail, record, timeout)
                 if STAGED:
                     keep_counters(expert_counters, kept, LOCAL_EXPERTS)
             if code == 0 and not SEND:
@@ -86,13 +90,17 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = Fals
                     publish_arrived(window, ARRIVED, rank, RANKS, epoch)
                 code = wait_arrived(window, ARRIVED, rank, RANKS, epoch, fail, record, timeout)
             if warp_idx() == 0:
-                if code != 0:
-                    publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
-                else:
+                if code == 0:
                     store_header(header, epoch, handle)
+                else:
+                    publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
+                    if code != REFUSED and code != MISMATCH:   # in these nobody wrote a row: what the slot held it still holds
+                        store_header(header, epoch, 0)
                 if SEND:
                     store_header(flight, epoch, handle)
                     publish_head(window, flying, rank, RANKS, epoch, signature, outcome(fail, epoch, status))
+                else:
+                    clear_fail(fail)
                 advance_epoch(local + EPOCH, epoch)
 
     return ll_dispatch

@@ -28,7 +28,8 @@ def make_ll_masked_combine(shape: KernelShape, ops: Vocabulary) -> Callable[...,
     block_idx, warp_idx, read_epoch, advance_epoch, read_mask = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch, ops.read_mask
     end_token, warp_token, token_step = ops.end_token, ops.warp_token, ops.token_step
     begin_vector, end_vector, gather_member_row = ops.begin_vector, ops.end_vector, ops.gather_member_row
-    publish_join, wait_joins, check_header, last_block = ops.publish_join, ops.wait_joins, ops.check_header, ops.last_block
+    publish_join, wait_joins, last_block = ops.publish_join, ops.wait_joins, ops.last_block
+    read_header, check_header = ops.read_header, ops.check_header
     conclude, tell_outcome, await_outcome = ops.conclude, ops.tell_outcome, ops.await_outcome
 
     def ll_masked_combine(window, rank, local, record, weights, out, num_tokens, payload, slot, table, header, handle,  # noqa: ANN001, ANN202
@@ -46,7 +47,7 @@ def make_ll_masked_combine(shape: KernelShape, ops: Vocabulary) -> Callable[...,
             code = wait_joins(window, JOINS, DETAILS, VOTES, rank, RANKS, epoch, signature, mask, 1, waited, wrote, fail, record, timeout)
             ended = code
             if code == 0:
-                code = check_header(header, handle, rank, epoch, fail, record)
+                code = check_header(read_header(header), handle, rank, epoch, fail, record)
             # ---- 3 rows ------------------------------------------------------------------------------------------------
             if code == 0:
                 for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):

@@ -69,9 +69,9 @@ def make_ll_masked_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[...
                         quantise_row(payload, place, place + SCALES, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin,
                                      stop)
                     else:
-                        scatter_row(payload, place, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
+                        scatter_row(payload, place, tokens, token, -1, first, 0, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
                         if SCALE_BYTES > 0:
-                            scatter_row(payload, place + SCALES, scales, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES,
+                            scatter_row(payload, place + SCALES, scales, token, -1, first, 0, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES,
                                         begin_vector(num_tokens, SCALE_BYTES), end_vector(num_tokens, SCALE_BYTES))
             # ---- 5 arrived and commit ----------------------------------------------------------------------------------
             if last_block(local + BLOCKS_DONE) == 1:

@@ -32,7 +32,8 @@ def make_ll_nvfp4_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., 
     end_token, warp_token, token_step = ops.end_token, ops.warp_token, ops.token_step
     begin_vector, end_vector, pack_rows, sum_packed_row = ops.begin_vector, ops.end_vector, ops.pack_rows, ops.sum_packed_row
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
-    check_header, last_block, op_code = ops.check_header, ops.last_block, ops.op_code
+    read_header, check_header = ops.read_header, ops.check_header
+    last_block, op_code, clear_fail = ops.last_block, ops.op_code, ops.clear_fail
 
     def ll_nvfp4_combine(window, rank, local, record, row_scales, counters, weights, out, num_tokens, payload, slot, table,  # noqa: ANN001, ANN202
                          header, handle, signature, status, timeout):
@@ -40,7 +41,7 @@ def make_ll_nvfp4_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., 
         # ---- 1 pack: my experts' rows ----------------------------------------------------------------------------------
         code = 0
         if status == 0:
-            code = check_header(header, handle, rank, epoch, fail, record)
+            code = check_header(read_header(header), handle, rank, epoch, fail, record)
             if code == 0:
                 pack_rows(payload, slot, rank, counters, row_scales, PLANES, CAPACITY, ROW_BYTES)
         # ---- 2 head: all blocks have packed ----------------------------------------------------------------------------
@@ -60,6 +61,7 @@ def make_ll_nvfp4_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., 
             if warp_idx() == 0:
                 if code != 0:
                     publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
+                clear_fail(fail)
                 advance_epoch(local + EPOCH, epoch)
 
     return ll_nvfp4_combine

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ncclep_py.errors import Code
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
 from ncclep_py.memory_map import FLIGHT_FAIL
@@ -32,13 +33,15 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary, send_only: 
     PLANE_ROWS, HEADS = shape.window.plane_rows, shape.window.heads
     IDS, WEIGHTS = shape.window.recv_ids, shape.window.recv_weights
     EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
+    REFUSED, MISMATCH = int(Code.REFUSED), int(Code.MISMATCH)
     block_idx, warp_idx, read_epoch, advance_epoch = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch
     first_token, end_token, warp_token, token_step = ops.first_token, ops.end_token, ops.warp_token, ops.token_step
     begin_vector, end_vector, quantise_row = ops.begin_vector, ops.end_vector, ops.quantise_row
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
-    count_ranks, assign_ranks, scatter_row, send_routing = ops.count_ranks, ops.assign_ranks, ops.scatter_row, ops.send_routing
+    count_ranks, assign_ranks, send_routing = ops.count_ranks, ops.assign_ranks, ops.send_routing
+    fetch_row, scatter_row = ops.fetch_row, ops.scatter_row
     publish_arrived_rows, wait_arrived, take_arrived_rows = ops.publish_arrived_rows, ops.wait_arrived, ops.take_arrived_rows
-    last_block, op_code, store_header = ops.last_block, ops.op_code, ops.store_header
+    last_block, op_code, clear_fail, store_header = ops.last_block, ops.op_code, ops.clear_fail, ops.store_header
     # for staged combines only: where each row came from, and how many there are
     STAGED, PLACES = shape.window.num_staging > 0, PLANE_ROWS // RANKS * TOPK
     store_origins, keep_counters = ops.store_origins, ops.keep_counters
@@ -52,27 +55,32 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary, send_only: 
         if block_idx() == 0:
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
-        # ---- 2 rows assigned: while the heads travel -------------------------------------------------------------------
+        # ---- 2 rows assigned, and the first row of each warp fetched: while the heads travel ------------------------------
+        token, step = warp_token(num_tokens), token_step(num_tokens)
+        begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
+        reserved = 3 * RANKS + 3 * (end - first) * TOPK
+        if not QUANTISE:
+            fetch_row(tokens, token, end, reserved, SENT_BYTES, begin, stop)
         count_ranks(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, RANKS, first)
         assign_ranks(topk_idx, IDX_BYTES, topk_weights, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, rank)
         # ---- 3 wait: nobody's memory is touched before all ranks are here ----------------------------------------------
         code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
         # ---- 4 rows --------------------------------------------------------------------------------------------------
         if code == 0:
-            begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
-            for token in range(warp_token(num_tokens), end, token_step(num_tokens)):
+            at = token
+            while at < end:   # no range: its length is a 64-bit division
                 if QUANTISE:
-                    quantise_row(payload, place, place + SCALES, tokens, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
+                    quantise_row(payload, place, place + SCALES, tokens, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
                 else:
-                    scatter_row(payload, place, tokens, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
+                    scatter_row(payload, place, tokens, at, token, first, reserved, TOPK, RANKS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
                     if SCALE_BYTES > 0:
-                        scatter_row(payload, place + SCALES, scales, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, SCALE_BYTES,
+                        scatter_row(payload, place + SCALES, scales, at, -1, first, reserved, TOPK, RANKS, RANKS, PLANE_ROWS, SCALE_BYTES,
                                     begin_vector(num_tokens, SCALE_BYTES), end_vector(num_tokens, SCALE_BYTES))
-                if begin == 0:
-                    if stop > 0:   # of a row's pieces exactly one
-                        send_routing(window, slot + IDS, slot + WEIGHTS, table, token, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS, global_ids)
-                        if STAGED:
-                            store_origins(window, origins, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, rank, PLACES)
+                if begin == 0:   # of a row's pieces the first
+                    send_routing(window, slot + IDS, slot + WEIGHTS, table, at, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS, global_ids)
+                    if STAGED:
+                        store_origins(window, origins, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, rank, PLACES)
+                at += step
         # ---- 5 arrived: the last block speaks for the rank -------------------------------------------------------------
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)
@@ -86,12 +94,16 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary, send_only: 
                 if STAGED:
                     keep_counters(src_rank_counters, kept, RANKS)
             if warp_idx() == 0:
-                if code != 0:
-                    publish_abort(window, HEADS, arrived, rank, RANKS, epoch, fail)
-                else:
+                if code == 0:
                     store_header(header, epoch, handle)
+                else:
+                    publish_abort(window, HEADS, arrived, rank, RANKS, epoch, fail)
+                    if code != REFUSED and code != MISMATCH:   # in these nobody wrote a row: what the slot held it still holds
+                        store_header(header, epoch, 0)
                 if SEND:
                     store_header(flight, epoch, handle)
+                else:
+                    clear_fail(fail)
                 advance_epoch(local + EPOCH, epoch)
 
     return ll_rank_major_dispatch

@@ -99,17 +99,18 @@ def make_ll_combine_send(shape: KernelShape, ops: Vocabulary) -> Callable[..., N
     warp_idx, read_epoch, advance_epoch, store_header = ops.warp_idx, ops.read_epoch, ops.advance_epoch, ops.store_header
     end_token, warp_token, token_step, begin_vector, end_vector = (
         ops.end_token, ops.warp_token, ops.token_step, ops.begin_vector, ops.end_vector)
-    wait_arrived, check_header, copy_table, count_rows, push_row = ops.wait_arrived, ops.check_header, ops.copy_table, ops.count_rows, ops.push_row
+    wait_arrived, read_header, check_header = ops.wait_arrived, ops.read_header, ops.check_header
+    copy_table, count_rows, push_row = ops.copy_table, ops.count_rows, ops.push_row
     last_block, outcome, publish_head = ops.last_block, ops.outcome, ops.publish_head
 
     def ll_combine_send(window, rank, local, record, rows, num_tokens, table, copied, header, origins,  # noqa: ANN001, ANN202
                         kept, staging, flight, flying, released, handle, signature, status, timeout):
-        epoch, fail = read_epoch(flight + FLIGHT_NEXT), flight + FLIGHT_FAIL
+        epoch, fail, held = read_epoch(flight + FLIGHT_NEXT), flight + FLIGHT_FAIL, read_header(header)
         # ---- 1 wait: every rank has emptied this staging slot, usually long ago ----------------------------------------
         code = wait_arrived(window, released, rank, RANKS, epoch, fail, record, timeout)
         if code == 0:
             if status == 0:
-                code = check_header(header, handle, rank, epoch, fail, record)
+                code = check_header(held, handle, rank, epoch, fail, record)
         # ---- 2 rows, and what the complete half must know of them later -----------------------------------------------
         if code == 0:
             if status == 0:

@@ -8,7 +8,8 @@ into floating point; epochs are 32-bit counters that wrap, and only operations c
 
 `effects` lists an operation's memory accesses, fences and barriers in program order, in PTX words followed by the noun of ``memory_map`` they
 touch. The simulator performs them in this order with this strength; ``tests/test_ptx.py`` finds the same list in the compiled device code.
-``weak`` accesses are plain ones (ordered only by fences and barriers around them), ``nc`` loads may see memory as it was before the kernel.
+``weak`` accesses are plain ones (ordered only by fences and barriers around them), ``nc`` loads may see memory as it was before the kernel,
+``cp.async`` loads the same (into shared memory, where their own warp waits for them).
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ PARAMETERS = {
     "table": "address of the slot's row table, [T, K] int32",
     "header": "address of the slot's header",
     "handle": "id of the handle",
+    "held": "what `read_header` returned",
     "expert_counters": "address of [L] int32",
     "topk_weights": "address of [T, K] float32, to be sent",
     "slot_scales": "window offset of the slot's received scale rows",
@@ -84,6 +86,8 @@ PARAMETERS = {
     "row_bytes": "bytes of one row",
     "token_type": "config.TokenType",
     "token": "index of a token",
+    "fetched": "the token this warp fetched, -1 for none",
+    "reserved": "4-byte words of shared memory in use before the rows that are fetched",
     "first": "first token of this block",
     "end": "end of this block's tokens",
     "part": "0 if this block is the first to work on its tokens",
@@ -143,19 +147,21 @@ OPS: dict[str, Op] = {op.name: op for op in (
     # ---- epoch and life of an operation ------------------------------------------------------------------------------
     _op("read_epoch", "warp", "word", "ld.weak epoch", "Epoch of this operation; lane 0's reading, for all lanes."),
     _op("advance_epoch", "warp", "word epoch", "st.weak epoch", "The next operation of the stream has the next epoch (mod 2^32)."),
+    _op("clear_fail", "warp", "fail", "st.weak fail", "Nothing failed: so that 2^32 operations later nobody takes this failure for a new one."),
     _op("store_header", "warp", "header epoch handle", "st.weak header", "The slot now holds what `handle` dispatched in `epoch`."),
-    _op("check_header", "block", "header handle rank epoch fail record", "ld.weak header; bar.sync",
-        "Non-zero if the slot does not hold a dispatch of `handle`.", may_fail=True),
+    _op("read_header", "warp", "header", "ld.weak header", "Handle whose dispatch the slot holds, 0 for none."),
+    _op("check_header", "warp", "held handle rank epoch fail record", "", "Non-zero if `held` is not `handle`.", may_fail=True),
     _op("last_block", "block", "counter", "bar.sync; atom.acq_rel.gpu blocks_done; bar.sync",
         "1 in the block that comes here last, 0 in all others. What the other blocks did before is ordered before what follows."),
     _op("op_code", "block", "fail epoch", "ld.relaxed.gpu fail; bar.sync",
         "Code with which this rank gave up this operation, 0 if it did not; one warp reads, so that the block decides as one."),
     # ---- head ---------------------------------------------------------------------------------------------------
     _op("publish_head", "warp", "window heads rank num_ranks epoch signature status",
-        "st.relaxed.sys signature; fence.acq_rel.sys; st.relaxed.sys head",
-        "Release, system scope: tell all ranks that I entered this operation, and which it is. Lanes over ranks."),
+        "fence.acq_rel.sys; st.relaxed.sys head",
+        "Release, system scope: tell all ranks that I entered this operation, and which it is, in two words that both carry the epoch. "
+        "Lanes over ranks."),
     _op("wait_heads", "block", f"window heads rank num_ranks epoch signature {_FAILURE}",
-        "ld.relaxed.sys head; fence.acq_rel.sys; ld.relaxed.sys signature; bar.sync",
+        "ld.acquire.sys head; bar.sync",
         "Acquire, system scope: wait for HEAD of all ranks. Non-zero if one refused, gave up, differs in signature, is ahead or does not come.",
         may_fail=True),
     _op("publish_abort", "warp", "window heads arrived rank num_ranks epoch fail", "ld.relaxed.gpu fail; st.relaxed.sys head; st.relaxed.sys arrived",
@@ -165,29 +171,35 @@ OPS: dict[str, Op] = {op.name: op for op in (
         "Shared memory: for every expert my rows in all, and my rows before this block's first token. Ids outside [0, E) count as none."),
     _op("publish_counts", "block", "window counts rank num_ranks num_experts epoch", "st.relaxed.sys count",
         "Tell all ranks how many rows I send to each expert, as words {epoch, count}; they order nothing. Blocks over ranks, threads over experts."),
-    _op("wait_counts", "block", f"window counts rank num_ranks num_experts epoch {_FAILURE}", "ld.relaxed.sys count; bar.sync",
-        "Add the counts of all lower ranks to the first row of each expert.", may_fail=True),
+    _op("wait_counts", "block", f"window counts rank num_ranks num_experts epoch plane_rows expert_counters {_FAILURE}",
+        "ld.relaxed.sys count; bar.sync; st.weak expert_counters",
+        "Add the counts of all lower ranks to the first row of each expert. The grid's last block waits for the higher ranks, too, and writes how "
+        "many rows each local expert receives.", may_fail=True),
     _op("assign_rows", "block",
         "topk_idx idx_bytes num_topk num_experts num_ranks plane_rows first end part table rank epoch fail record",
         "ld.nc topk_idx; st.weak table; bar.sync",
         "Final global row of each (token, k) of this block, in (token, k) order, to shared memory and (part 0) to the row table; "
         "a row beyond its plane becomes -1 and is recorded."),
-    _op("sum_counts", "block", f"window counts rank num_ranks num_experts epoch plane_rows expert_counters {_FAILURE}",
-        "ld.relaxed.sys count; bar.sync; st.weak expert_counters", "Rows received per local expert. Must precede my ARRIVED.", may_fail=True),
     # ---- rows ---------------------------------------------------------------------------------------------------
+    _op("fetch_row", "warp", "tokens token end reserved row_bytes begin_vector end_vector", "cp.async tokens",
+        "Start copying a piece of a token's row to shared memory (as much as there is room for), to be scattered later."),
     _op("scatter_row", "warp",
-        "window slot tokens token first num_topk num_experts num_ranks plane_rows row_bytes begin_vector end_vector",
-        "ld.nc tokens; st.weak slot", "Read a piece of one token row once, write it to the row's K final places."),
+        "window slot tokens token fetched first reserved num_topk num_experts num_ranks plane_rows row_bytes begin_vector end_vector",
+        "ld.nc tokens; st.weak slot", "Read a piece of one token row once (of token `fetched`: what `fetch_row` brought), write it to the row's K "
+        "final places."),
+    _op("fetch_routing", "warp", "table weights token end num_topk", "ld.weak table; ld.nc weights",
+        "Shared memory: rows and weights of a token, to be gathered later."),
     _op("gather_row", "warp",
-        "window slot table weights out token num_topk num_experts num_ranks plane_rows row_bytes token_type begin_vector end_vector",
+        "window slot table weights out token fetched num_topk num_experts num_ranks plane_rows row_bytes token_type begin_vector end_vector",
         "ld.weak table; ld.nc weights; ld.weak slot; st.weak out",
-        "A piece of one combined row: fp32 fused multiply-adds of the K rows in k order, one rounding."),
+        "A piece of one combined row: fp32 fused multiply-adds of the K rows in k order, one rounding. Of token `fetched` rows and weights are what "
+        "`fetch_routing` brought."),
     # ---- staged operations --------------------------------------------------------------------------------------
     _op("count_bank", "warp", "counts bank_bytes epoch", "", "Window offset of the bank of COUNTS that operations of this epoch's parity use."),
     _op("outcome", "warp", "fail epoch status", "ld.relaxed.gpu fail",
         "What a flight's word tells the peers: `status`, or why this rank failed this epoch, unless every rank sees the reason itself."),
     _op("keep_counters", "block", "expert_counters kept num_planes", "ld.weak expert_counters; st.weak kept",
-        "The slot keeps its counts. Thread by thread as sum_counts wrote them; take_arrived_rows has a barrier after it wrote them."),
+        "The slot keeps its counts. `last_block` or `take_arrived_rows` has a barrier after they were written."),
     _op("store_origins", "warp", "window origins token first num_topk num_experts num_ranks plane_rows rank places", "st.weak origins",
         "Tell each place of a token's row which (source, token, k) it came from."),
     _op("copy_table", "block", "table copied num_tokens num_topk", "ld.weak table; st.weak copied",
@@ -203,7 +215,7 @@ OPS: dict[str, Op] = {op.name: op for op in (
     # ---- arrived ------------------------------------------------------------------------------------------------
     _op("publish_arrived", "warp", "window arrived rank num_ranks epoch", "fence.acq_rel.sys; st.relaxed.sys arrived",
         "Release, system scope: all rows of this rank are written. Lanes over ranks."),
-    _op("wait_arrived", "block", f"window arrived rank num_ranks epoch {_FAILURE}", "ld.relaxed.sys arrived; fence.acq_rel.sys; bar.sync",
+    _op("wait_arrived", "block", f"window arrived rank num_ranks epoch {_FAILURE}", "ld.acquire.sys arrived; bar.sync",
         "Acquire, system scope: wait for ARRIVED of all ranks. Non-zero if one gave up, is ahead or does not come.", may_fail=True),
     # ---- recipes ------------------------------------------------------------------------------------------------
     _op("quantise_row", "warp",

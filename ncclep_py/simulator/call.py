@@ -26,8 +26,8 @@ class Effect:
     """One entry of an effect list, e.g. ``st.relaxed.sys head``.
 
     Attributes:
-        kind: ``ld``, ``st``, ``atom``, ``fence`` or ``bar``.
-        order: ``weak``, ``nc``, ``relaxed``, ``acquire``, ``release``, ``acq_rel`` or ``sync``.
+        kind: ``ld``, ``st``, ``cp``, ``atom``, ``fence`` or ``bar``.
+        order: ``async``, ``weak``, ``nc``, ``relaxed``, ``acquire``, ``release``, ``acq_rel`` or ``sync``.
         scope: ``cta``, ``gpu`` or ``sys``; empty for plain accesses and barriers.
         noun: what it touches.
     """
@@ -43,8 +43,9 @@ def parse(text: str) -> Effect:
     """The effect written as `text`."""
     words, _, noun = text.strip().partition(" ")
     kind, order, scope = (words.split(".") + [""])[:3]
-    known = kind in ("ld", "st", "atom", "fence", "bar") and order in ("weak", "nc", "relaxed", "acquire", "release", "acq_rel", "sync")
-    if not known or (scope not in ("cta", "gpu", "sys") and not (kind == "bar" or order in ("weak", "nc"))):
+    plain = order in ("async", "weak", "nc")
+    known = kind in ("ld", "st", "cp", "atom", "fence", "bar") and (plain or order in ("relaxed", "acquire", "release", "acq_rel", "sync"))
+    if not known or (scope not in ("cta", "gpu", "sys") and not (kind == "bar" or plain)):
         raise ValueError(f"not an effect: {text!r}")
     return Effect(kind, order, scope, noun)
 
@@ -61,7 +62,7 @@ class Access:
     # ---- bytes ----
     def read(self, address: int, size: int) -> np.ndarray:
         """Bytes of a plain load."""
-        return self.memory.read(self.agent, address, size, constant=self.effect.order == "nc")
+        return self.memory.read(self.agent, address, size, constant=self.effect.order in ("async", "nc"))
 
     def write(self, address: int, data: np.ndarray) -> None:
         """A plain store of bytes."""

@@ -16,7 +16,7 @@ from ncclep_py.simulator import ht_ops, mask_ops, rank_ops, recipe_ops, routing_
 from ncclep_py.simulator.call import Access, Call
 from ncclep_py.simulator.share import Share
 from ncclep_py.simulator.task import Task
-from ncclep_py.simulator.waits import LOW, Verdict, tagged, wait_words
+from ncclep_py.simulator.waits import LOW, around_status, tagged, wait_words
 
 if TYPE_CHECKING:
     from ncclep_py.simulator.engine import Simulator
@@ -110,6 +110,14 @@ def _advance_epoch(call: Call, task: Task, word: int, epoch: int) -> int:
     return call.perform(task, (word, epoch), {"epoch": advance})
 
 
+def _clear_fail(call: Call, task: Task, fail: int) -> int:
+    def clear(access: Access) -> None:
+        access.store(fail, 0)
+        access.store(fail + 8, 0)
+
+    return call.perform(task, (fail,), {"fail": clear})
+
+
 def _store_header(call: Call, task: Task, header: int, epoch: int, handle: int) -> int:
     def store(access: Access) -> None:
         access.write(header, np.array([epoch, handle], np.int64).view(np.uint8))
@@ -117,14 +125,14 @@ def _store_header(call: Call, task: Task, header: int, epoch: int, handle: int) 
     return call.perform(task, (header, epoch, handle), {"header": store})
 
 
-def _check_header(call: Call, task: Task, header: int, handle: int, rank: int, epoch: int, fail: int, record: int) -> int:
-    def check(access: Access) -> int:
-        held = int(access.read(header, 16).view(np.int64)[1])
-        if held != handle and task.warp == 0:
-            call.give_up(task, fail, record, Code.STALE_SLOT, epoch, Phase.SLOT, rank, rank, rank, held, handle)
-        return int(held != handle)
+def _read_header(call: Call, task: Task, header: int) -> int:
+    return call.perform(task, (header,), {"header": lambda a: int(a.read(header, 16).view(np.int64)[1])})
 
-    return call.perform(task, (header, handle, rank, epoch, fail, record), {"header": check})
+
+def _check_header(call: Call, task: Task, held: int, handle: int, rank: int, epoch: int, fail: int, record: int) -> int:
+    if held != handle and task.warp == 0:
+        call.give_up(task, fail, record, Code.STALE_SLOT, epoch, Phase.SLOT, rank, rank, rank, held, handle)
+    return 0 if held == handle else int(Code.STALE_SLOT)
 
 
 def _last_block(call: Call, task: Task, counter: int) -> int:
@@ -169,39 +177,25 @@ def _publish_head(call: Call, task: Task, window: int, heads: int, rank: int, nu
     def head(access: Access) -> None:
         if call.sim.windows[window][rank].part(call.sim.peer_address(task, window, at, rank)).name == "HEAD":   # not a flight's word
             call.sim.entered(window, rank, epoch, signature, status == 0)
-        _to_all(call, task, access, window, at + 8, num_ranks, tagged(epoch, status))
+        _to_all(call, task, access, window, at, num_ranks, tagged(epoch, signature & LOW))
+        _to_all(call, task, access, window, at + 8, num_ranks, tagged(epoch, status or around_status(signature)))
 
-    return call.perform(task, (window, heads, rank, num_ranks, epoch, signature, status), {
-        "signature": lambda a: _to_all(call, task, a, window, at, num_ranks, signature), "head": head})
+    return call.perform(task, (window, heads, rank, num_ranks, epoch, signature, status), {"head": head})
 
 
 def _wait_heads(call: Call, task: Task, window: int, heads: int, rank: int, num_ranks: int, epoch: int, signature: int, fail: int, record: int,
                 timeout: int) -> int:
     at = call.sim.peer_address(task, window, _head(heads, num_ranks, 0, epoch), rank)
-    verdict = Verdict()
-
-    def refuse(expected: int) -> int:
-        v = verdict
-        return call.give_up(task, fail, record, Code(v.code), epoch, Phase.HEAD, rank, v.peer, v.culprit, v.seen, expected) if v.code else 0
 
     def head(access: Access) -> int:
-        nonlocal verdict
-        if task.warp == 0:
-            verdict = wait_words(task, access, [access.word(at + 16 * s + 8) for s in range(num_ranks)], epoch, "HEAD")
-        return refuse(epoch)
+        if task.warp:
+            return 0
+        low, high = ([access.word(at + 16 * s + half) for s in range(num_ranks)] for half in (0, 8))
+        v = wait_words(task, access, high, epoch, "HEAD", rank, low, signature)
+        expected = signature if v.code == Code.MISMATCH else epoch
+        return call.give_up(task, fail, record, Code(v.code), epoch, Phase.HEAD, rank, v.peer, v.culprit, v.seen, expected) if v.code else 0
 
-    def compare(access: Access) -> int | None:
-        nonlocal verdict
-        if task.warp or verdict.code:
-            return None
-        for source in range(num_ranks):
-            theirs = access.load(access.word(at + 16 * source))
-            if theirs != signature:
-                verdict = Verdict(Code.MISMATCH, source, source, theirs)
-                break
-        return refuse(signature)
-
-    return call.perform(task, (window, heads, rank, num_ranks, epoch, signature, fail, record, timeout), {"head": head, "signature": compare})
+    return call.perform(task, (window, heads, rank, num_ranks, epoch, signature, fail, record, timeout), {"head": head})
 
 
 def _publish_abort(call: Call, task: Task, window: int, heads: int, arrived: int, rank: int, num_ranks: int, epoch: int, fail: int) -> int:
@@ -234,7 +228,7 @@ def _wait_arrived(call: Call, task: Task, window: int, arrived: int, rank: int, 
     def wait(access: Access) -> int:
         if task.warp:
             return 0
-        v = wait_words(task, access, [access.word(at + 8 * s) for s in range(num_ranks)], epoch, "ARRIVED")
+        v = wait_words(task, access, [access.word(at + 8 * s) for s in range(num_ranks)], epoch, "ARRIVED", rank)
         return call.give_up(task, fail, record, Code(v.code), epoch, Phase.ARRIVED, rank, v.peer, v.culprit, v.seen, epoch) if v.code else 0
 
     return call.perform(task, (window, arrived, rank, num_ranks, epoch, fail, record, timeout), {"arrived": wait})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from ncclep_py.errors import Code, Phase
@@ -12,7 +10,7 @@ from ncclep_py.simulator.rows import fma, pack, unpack
 from ncclep_py.simulator.task import Task
 from ncclep_py.simulator.waits import LOW, tagged, wait_count
 
-__all__ = ["assign_rows", "count_experts", "gather_row", "publish_counts", "scatter_row", "sum_counts", "wait_counts"]
+__all__ = ["assign_rows", "count_experts", "fetch_routing", "fetch_row", "gather_row", "publish_counts", "scatter_row", "wait_counts"]
 
 
 # ---- counts: thread i of a block takes item i; here warp i modulo the number of warps -------------------------------------------------
@@ -27,7 +25,7 @@ def count_experts(call: Call, task: Task, topk_idx: int, idx_bytes: int, num_tok
     """My rows per expert, in all and before this block."""
     values, warps = task.block.values, task.block.launch.warps
     if "total" not in values:
-        values["total"], values["start"] = np.zeros(num_experts, np.int64), np.zeros(num_experts, np.int64)
+        values["total"], values["start"], values["received"] = (np.zeros(num_experts, np.int64) for _ in range(3))
 
     def count(access: Access) -> None:
         ids = _ids(access, topk_idx, idx_bytes, 0, num_tokens * num_topk, num_experts)
@@ -56,25 +54,37 @@ def publish_counts(call: Call, task: Task, window: int, counts: int, rank: int, 
     return call.perform(task, (window, counts, rank, num_ranks, num_experts, epoch), {"count": publish})
 
 
-def _add_counts(call: Call, task: Task, access: Access, words: Sequence[tuple[int, int, int]], into: str, epoch: int, rank: int, fail: int,
-                record: int) -> int:
-    """Wait for my share of (address, source, index) words and add each to `into`[index] in shared memory."""
-    for address, source, index in words[task.warp::task.block.launch.warps]:
-        code, value = wait_count(task, access, access.word(address), epoch, source)
-        if code:
-            return call.give_up(task, fail, record, Code(code), epoch, Phase.COUNTS, rank, source, source, value >> 32, epoch)
-        call.cell(task, into).write(task, atomic=True)
-        task.block.values[into][index] += value & LOW
-    return 0
-
-
-def wait_counts(call: Call, task: Task, window: int, counts: int, rank: int, num_ranks: int, num_experts: int, epoch: int, fail: int, record: int,
-                timeout: int) -> int:
-    """Add the lower ranks' counts."""
+def wait_counts(call: Call, task: Task, window: int, counts: int, rank: int, num_ranks: int, num_experts: int, epoch: int, plane_rows: int,
+                expert_counters: int, fail: int, record: int, timeout: int) -> int:
+    """Add the lower ranks' counts; the last block also adds up what my experts receive."""
+    launch, values, local = task.block.launch, task.block.values, num_experts // num_ranks
+    sums = task.block.index == launch.blocks - 1
     at = call.sim.peer_address(task, window, counts, rank)
-    words = [(at + 8 * i, i // num_experts, i % num_experts) for i in range(rank * num_experts)]
-    return call.perform(task, (window, counts, rank, num_ranks, num_experts, epoch, fail, record, timeout), {
-        "count": lambda a: _add_counts(call, task, a, words, "start", epoch, rank, fail, record)})
+
+    def add(access: Access, name: str, index: int, count: int) -> None:
+        call.cell(task, name).write(task, atomic=True)
+        values[name][index] += count
+
+    def wait(access: Access) -> int:
+        for i in range(task.warp, (num_ranks if sums else rank) * num_experts, launch.warps):
+            source, e = divmod(i, num_experts)
+            code, value = wait_count(task, access, access.word(at + 8 * i), epoch, source)
+            if code:
+                return call.give_up(task, fail, record, Code(code), epoch, Phase.COUNTS, rank, source, source, value >> 32, epoch)
+            if source < rank:
+                add(access, "start", e, value & LOW)
+            if sums and e // local == rank:
+                add(access, "received", e % local, value & LOW)
+        return 0
+
+    def store(access: Access) -> None:
+        if sums:
+            call.cell(task, "received").read(task)
+            for e in range(task.warp, local, launch.warps):
+                access.write(expert_counters + 4 * e, np.array([min(int(values["received"][e]), plane_rows)], np.int32).view(np.uint8))
+
+    return call.perform(task, (window, counts, rank, num_ranks, num_experts, epoch, plane_rows, expert_counters, fail, record, timeout),
+                        {"count": wait, "expert_counters": store})
 
 
 def assign_rows(call: Call, task: Task, topk_idx: int, idx_bytes: int, num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, first: int,
@@ -107,33 +117,24 @@ def assign_rows(call: Call, task: Task, topk_idx: int, idx_bytes: int, num_topk:
                         {"topk_idx": assign, "table": store})
 
 
-def sum_counts(call: Call, task: Task, window: int, counts: int, rank: int, num_ranks: int, num_experts: int, epoch: int, plane_rows: int,
-               expert_counters: int, fail: int, record: int, timeout: int) -> int:
-    """Rows received per local expert."""
-    local = num_experts // num_ranks
-    at = call.sim.peer_address(task, window, counts + rank * local * 8, rank)
-    words = [(at + 8 * (source * num_experts + e), source, e) for source in range(num_ranks) for e in range(local)]
-    values = task.block.values
-    values.setdefault("sum", np.zeros(local, np.int64))
-
-    def store(access: Access) -> None:
-        call.cell(task, "sum").read(task)
-        for e in range(task.warp, local, task.block.launch.warps):
-            access.write(expert_counters + 4 * e, np.array([min(int(values["sum"][e]), plane_rows)], np.int32).view(np.uint8))
-
-    return call.perform(
-        task, (window, counts, rank, num_ranks, num_experts, epoch, plane_rows, expert_counters, fail, record, timeout),
-        {"count": lambda a: _add_counts(call, task, a, words, "sum", epoch, rank, fail, record), "expert_counters": store})
-
-
 # ---- rows --------------------------------------------------------------------------------------------------------------------------
 def _row(call: Call, task: Task, window: int, slot: int, row: int, rows_per_rank: int, row_bytes: int) -> int:
     """Address of a global row."""
     return call.sim.peer_address(task, window, slot + row % rows_per_rank * row_bytes, row // rows_per_rank)
 
 
-def scatter_row(call: Call, task: Task, window: int, slot: int, tokens: int, token: int, first: int, num_topk: int, num_experts: int,
-                num_ranks: int, plane_rows: int, row_bytes: int, begin_vector: int, end_vector: int) -> int:
+def fetch_row(call: Call, task: Task, tokens: int, token: int, end: int, reserved: int, row_bytes: int, begin_vector: int,
+              end_vector: int) -> int:
+    """A piece of a token's row, for later."""
+    def fetch(access: Access) -> None:
+        if token < end:
+            task.fetched["row"] = access.read(tokens + token * row_bytes + 16 * begin_vector, 16 * (end_vector - begin_vector)).copy()
+
+    return call.perform(task, (), {"tokens": fetch})
+
+
+def scatter_row(call: Call, task: Task, window: int, slot: int, tokens: int, token: int, fetched: int, first: int, reserved: int, num_topk: int,
+                num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, begin_vector: int, end_vector: int) -> int:
     """A piece of a token's row to its places."""
     begin, size = 16 * begin_vector, 16 * (end_vector - begin_vector)
     rows_per_rank = num_experts // num_ranks * plane_rows
@@ -141,7 +142,7 @@ def scatter_row(call: Call, task: Task, window: int, slot: int, tokens: int, tok
 
     def load(access: Access) -> None:
         nonlocal held
-        held = access.read(tokens + token * row_bytes + begin, size).copy()
+        held = task.take("row") if token == fetched else access.read(tokens + token * row_bytes + begin, size).copy()
 
     def store(access: Access) -> None:
         call.cell(task, "rows").read(task)
@@ -153,8 +154,29 @@ def scatter_row(call: Call, task: Task, window: int, slot: int, tokens: int, tok
     return call.perform(task, (), {"tokens": load, "slot": store})
 
 
-def gather_row(call: Call, task: Task, window: int, slot: int, table: int, weights: int, out: int, token: int, num_topk: int, num_experts: int,
-               num_ranks: int, plane_rows: int, row_bytes: int, token_type: int, begin_vector: int, end_vector: int) -> int:
+def _read_rows(access: Access, table: int, token: int, num_topk: int) -> list[int]:
+    return access.read(table + 4 * token * num_topk, 4 * num_topk).view(np.int32).tolist()
+
+
+def _read_weights(access: Access, weights: int, token: int, num_topk: int) -> np.ndarray:
+    return access.read(weights + 4 * token * num_topk, 4 * num_topk).view(np.float32).copy()
+
+
+def fetch_routing(call: Call, task: Task, table: int, weights: int, token: int, end: int, num_topk: int) -> int:
+    """Rows and weights of a token, for later."""
+    def rows(access: Access) -> None:
+        if token < end:
+            task.fetched["rows"] = _read_rows(access, table, token, num_topk)
+
+    def scale(access: Access) -> None:
+        if token < end:
+            task.fetched["weights"] = _read_weights(access, weights, token, num_topk)
+
+    return call.perform(task, (), {"table": rows, "weights": scale})
+
+
+def gather_row(call: Call, task: Task, window: int, slot: int, table: int, weights: int, out: int, token: int, fetched: int, num_topk: int,
+               num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, token_type: int, begin_vector: int, end_vector: int) -> int:
     """A piece of a combined row."""
     begin, size = 16 * begin_vector, 16 * (end_vector - begin_vector)
     rows_per_rank = num_experts // num_ranks * plane_rows
@@ -163,11 +185,11 @@ def gather_row(call: Call, task: Task, window: int, slot: int, table: int, weigh
     total = np.zeros(max(size, 0) // (4 if token_type == 2 else 2), np.float32)
 
     def read_table(access: Access) -> None:
-        rows.extend(access.read(table + 4 * token * num_topk, 4 * num_topk).view(np.int32).tolist())
+        rows.extend(task.take("rows") if token == fetched else _read_rows(access, table, token, num_topk))
 
     def read_weights(access: Access) -> None:
         nonlocal scale
-        scale = access.read(weights + 4 * token * num_topk, 4 * num_topk).view(np.float32).copy()
+        scale = task.take("weights") if token == fetched else _read_weights(access, weights, token, num_topk)
 
     def pull(access: Access) -> None:
         nonlocal total

@@ -26,7 +26,7 @@ class Share:
         blocks, b = task.block.launch.blocks, task.block.index
         where = (task.warp, task.block.launch.warps)
         if tokens >= blocks:
-            return cls(tokens * b // blocks, tokens * (b + 1) // blocks, 0, 1, *where)
+            return cls(_starts_at(tokens, blocks, b), _starts_at(tokens, blocks, b + 1), 0, 1, *where)
         parts = blocks // tokens if tokens else 1
         if b >= tokens * parts:
             return cls(0, 0, 0, parts, *where)
@@ -52,4 +52,10 @@ class Share:
     def vector(self, row_bytes: int, following: int) -> int:
         """First vector of the warp's piece, or of the following one."""
         piece = self.part * self.pieces + self.warp % self.pieces + following
-        return row_bytes // 16 * piece // (self.parts * self.pieces)
+        return _starts_at(row_bytes // 16, self.parts * self.pieces, piece)
+
+
+def _starts_at(n: int, over: int, i: int) -> int:
+    """Where part `i` of `n` things over so many begins: the first parts get one more."""
+    size, longer = divmod(n, over)
+    return i * size + min(i, longer)

@@ -138,6 +138,7 @@ class Task(greenlet):
         waits_for: while it waits: what for, in words, and the ranks that have not come.
         late: it waited for too long and has to give up.
         began: step at which its last wait began.
+        fetched: what it fetched into its own part of shared memory.
     """
 
     def __init__(self, rank: int, block: Block, warp: int, agent: Agent, parent: greenlet) -> None:
@@ -156,12 +157,19 @@ class Task(greenlet):
         self.late = False
         self.began = 0
         self.ready = False
+        self.fetched: dict[str, Any] = {}
         self.group: tuple[int, ...] = ()
         self.tiebreak = 0.0
 
     def _body(self) -> None:
         launch = self.block.launch
         launch.kernel(*launch.args)
+
+    def take(self, name: str) -> Any:
+        """What this warp fetched as `name`."""
+        if name not in self.fetched:
+            raise RaceError(f"{self.agent.ledger.describe(self.agent.slot, self.agent.time)} reads the {name} it should have fetched, and did not")
+        return self.fetched[name]
 
     def at(self) -> str:
         """Where this task is, in words."""

@@ -10,7 +10,7 @@ from ncclep_py.simulator.call import Access
 from ncclep_py.simulator.task import Task
 from ncclep_py.simulator.words import Word
 
-__all__ = ["Verdict", "ahead", "tagged", "wait_count", "wait_words"]
+__all__ = ["Verdict", "ahead", "around_status", "tagged", "wait_count", "wait_words"]
 
 LOW = (1 << 32) - 1
 ENDS_WAIT = (Code.ABORTED, Code.LEFT_BEHIND, Code.TIMEOUT)
@@ -31,6 +31,12 @@ def tagged(epoch: int, low: int) -> int:
     return (epoch & LOW) << 32 | low
 
 
+def around_status(signature: int) -> int:
+    """Bits 32 to 61 of a signature, around bits 24 and 25 of HEAD's second word, which are the status."""
+    high = signature >> 32
+    return high & 0xFFFFFF | high >> 24 << 26
+
+
 def ahead(tag: int, epoch: int) -> int:
     """How many epochs `tag` comes after `epoch`, as 32-bit serial numbers."""
     return ((tag - epoch + (1 << 31)) & LOW) - (1 << 31)
@@ -38,7 +44,7 @@ def ahead(tag: int, epoch: int) -> int:
 
 def _judge(word: int, epoch: int, source: int, late: bool) -> Verdict | None:
     """What one source's word means; None: keep waiting."""
-    tag, status, detail = word >> 32, word >> 24 & 0xFF, word & 0xFFFFFF
+    tag, status, detail = word >> 32, word >> 24 & 3, word & 0xFFFFFF
     distance = ahead(tag, epoch)
     if distance > 0:
         return Verdict(Code.LEFT_BEHIND, source, source, tag)
@@ -51,29 +57,50 @@ def _judge(word: int, epoch: int, source: int, late: bool) -> Verdict | None:
     return Verdict()
 
 
-def _judge_all(task: Task, words: Sequence[Word], epoch: int) -> Verdict | None:
+def _judge_head(high: int, low: int, epoch: int, source: int, late: bool, signature: int) -> Verdict | None:
+    """What the two words of one source's HEAD mean: both must carry the epoch."""
+    verdict = _judge(high, epoch, source, late)
+    if verdict is None or verdict.code:
+        return verdict
+    verdict = _judge(low & ~LOW, epoch, source, late)
+    if verdict is None or verdict.code:
+        return verdict
+    theirs = (high & 0xFFFFFF) << 32 | (high >> 26 & 63) << 56 | low & LOW
+    return verdict if theirs == signature else Verdict(Code.MISMATCH, source, source, theirs)
+
+
+def _choose(verdicts: Sequence[Verdict | None], own: int) -> Verdict | None:
     """Outcome over all sources; None: keep waiting."""
-    verdicts = [_judge(w.peek(task.agent).value, epoch, source, task.late) for source, w in enumerate(words)]
     bad = [v for v in verdicts if v is not None and v.code]
     urgent = [v for v in bad if v.code in ENDS_WAIT]
     if urgent:
         return urgent[0]
     if None in verdicts:
         return None
-    return bad[0] if bad else Verdict()
+    told = [v for v in bad if v.code == Code.REFUSED and v.peer == own]   # my own refusal is no news to my host
+    return (told or bad or [Verdict()])[0]
 
 
-def wait_words(task: Task, access: Access, words: Sequence[Word], epoch: int, noun: str) -> Verdict:
-    """Wait for a word of every rank."""
+def wait_words(task: Task, access: Access, words: Sequence[Word], epoch: int, noun: str, own: int, low: Sequence[Word] = (),
+               signature: int = 0) -> Verdict:
+    """Wait for a word of every rank; for HEAD, `low` holds the other word of each."""
+    def judge() -> Verdict | None:
+        seen = [w.peek(task.agent).value for w in words]
+        if not low:
+            return _choose([_judge(word, epoch, source, task.late) for source, word in enumerate(seen)], own)
+        return _choose([_judge_head(word, low[source].peek(task.agent).value, epoch, source, task.late, signature)
+                        for source, word in enumerate(seen)], own)
+
     def describe() -> tuple[str, list[int]]:
-        tags = [w.peek(task.agent).value >> 32 for w in words]
+        pairs = zip(words, low or words, strict=True)
+        tags = [min((w.peek(task.agent).value >> 32 for w in pair), key=lambda tag: ahead(tag, epoch)) for pair in pairs]
         missing = [source for source, tag in enumerate(tags) if ahead(tag, epoch) < 0]
         return f"waits in epoch {epoch} for {noun} of ranks {missing}, whose words have epochs {[tags[m] for m in missing]}", missing
 
-    while (verdict := _judge_all(task, words, epoch)) is None:
-        access.scheduler.wait(task, lambda: _judge_all(task, words, epoch) is not None, describe)
+    while (verdict := judge()) is None:
+        access.scheduler.wait(task, lambda: judge() is not None, describe)
     task.late = False
-    for word in words:
+    for word in (*words, *low):
         access.load(word)
     return verdict
 

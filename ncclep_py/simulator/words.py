@@ -89,6 +89,13 @@ class Word:
         self._memory()[0] = value
         return store
 
+    def absorb(self) -> None:
+        """The host has written the memory since: its value is the newest, and everybody sees it."""
+        value = self._memory()[0].item()
+        if value != self.stores[-1].value:
+            self.stores = [Store(value, self.stores[-1].index + 1, 0, 0, -1, "sys", None, None)]
+            self.seen.clear()
+
     def check_plain(self, memory: Memory, agent: Agent, region: Region, part: Part, writing: bool) -> None:
         """A plain access touches this word: relaxed accesses that nothing orders with it make a race."""
         where = f"{part.name}[{self.address - region.address - part.begin}] of rank {region.rank}"
@@ -122,6 +129,11 @@ class Words:
             part.words[address] = Word(region, address)
         self._known[address] = part.words[address]
         return part.words[address]
+
+    def absorb(self) -> None:
+        """Take in what the host wrote into control words between operations."""
+        for word in self._known.values():
+            word.absorb()
 
     def load(self, agent: Agent, word: Word, order: str, scope: str) -> int:
         """Value of a load: ``weak``, ``relaxed`` or ``acquire``."""
