@@ -199,3 +199,64 @@ def test_programs_in_threads_end_with_their_errors() -> None:
         assert world.run(lambda comm: comm.exchange(comm.rank)) == [[0, 1, 2]] * 3
         with pytest.raises(RuntimeError, match="must be called inside"):
             world.communicators[0].exchange(1)
+
+
+# ---- operators, for torch.compile ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.EXPERT_MAJOR])
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+def test_operators_give_the_gradients_of_the_functions(backend: str | None, layout: Layout) -> None:
+    """Two layers in a row through the operators, plain and compiled, against `ep_dispatch` and `ep_combine`; new routings without recompiling."""
+    from ncclep_py import compiled_ops as ops
+
+    def program(comm: Any) -> None:
+        r, tokens, rows = comm.rank, 4, 16
+        with small(comm, max_recv_tokens_per_rank=rows, num_slots=2) as group:
+            handles = [group.create_handle(layout, num_topk=TOPK) for _ in range(2)]
+            keys = [ops.key_of(h) for h in handles]
+
+            def through_operators(x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+                for key in keys:
+                    got, scale, _, stamp, order = ops.dispatch(key, rows, False, x, weights, order)
+                    scale = scale.sum(1, keepdim=True) if scale.ndim == 2 else scale[:, None]
+                    x, order = ops.combine(key, torch.sin(got) * scale, order, stamp, x.shape[0])
+                return x
+
+            def plain(x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+                for handle in handles:
+                    got = ep_dispatch(handle, x, weights)
+                    scale = got.topk_weights.sum(1, keepdim=True) if layout is Layout.FLAT else got.topk_weights[:, None]
+                    x = ep_combine(handle, torch.sin(got.tokens) * scale)
+                return x
+
+            run = torch.compile(through_operators, backend=backend, fullgraph=True) if backend else through_operators
+            for seed in range(3):
+                for handle in handles:
+                    handle.update(random_routing(r, tokens, TOPK, 4, seed=seed))
+                g = torch.Generator().manual_seed(10 * seed + r)
+                x, weights = torch.randn(tokens, 16, generator=g), torch.rand(tokens, TOPK, generator=g)
+                results = []
+                for f in (plain, run):
+                    a, b = x.clone().requires_grad_(), weights.clone().requires_grad_()
+                    out = f(a, b, ops.new_order(x.device))
+                    (out ** 2).sum().backward()
+                    results.append((out.detach(), a.grad, b.grad))
+                for got, want in zip(*results, strict=True):
+                    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+            group.check()
+
+    torch._dynamo.reset()
+    with LocalWorld(2, "sim", threads=True) as world:
+        world.run(program)
+
+
+def test_operators_pass_torchs_own_checks_of_fakes() -> None:
+    from ncclep_py import compiled_ops as ops
+
+    def program(comm: Any) -> None:
+        with small(comm, max_recv_tokens_per_rank=16) as group:
+            handle = group.create_handle(Layout.FLAT, random_routing(comm.rank, 4, TOPK, 4))
+            args = (ops.key_of(handle), 16, False, torch.randn(4, 16), torch.rand(4, TOPK), torch.zeros(()))
+            torch.library.opcheck(ops.dispatch, args, test_utils=("test_schema", "test_faketensor"))
+
+    with LocalWorld(1, "sim", threads=True) as world:
+        world.run(program)
