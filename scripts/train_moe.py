@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Train a small character model with a Mixture-of-Experts layer over several ranks, and check its loss curve against the same model in one process.
+
+    python3 scripts/train_moe.py                                    # 300 steps on the demo's text; GPU if there is one, else the simulator
+    python3 scripts/train_moe.py --backend sim --ranks 2 --steps 40 --check
+    python3 scripts/train_moe.py --text my.txt --steps 1000
+
+Every rank holds all of the model but the experts, of which it holds its share, and a part of the batch. The layer: a top-k router, experts (two-layer
+perceptrons) reached by `ep_dispatch` and `ep_combine`, and a shared expert every row passes. Gradients of what all ranks hold are added up over
+ranks; those of an expert come together at its rank by themselves. --check trains the same model once more in one process and compares losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+from typing import Any
+
+import torch
+
+from ncclep_py import Algorithm, Group, GroupConfig, Layout, LocalWorld
+from ncclep_py.autograd import ep_combine, ep_dispatch
+from ncclep_py.demo import TEXT
+
+CONTEXT = 8   # characters a prediction looks at
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    ranks: int
+    steps: int
+    tokens: int    # per rank and step
+    hidden: int
+    experts: int
+    topk: int
+    rate: float
+    seed: int
+
+
+class Model(torch.nn.Module):
+    """Embeddings of the last characters, a mixture of experts, and the next character. `rank` None: all experts, in one process."""
+
+    def __init__(self, job: Job, characters: int, rank: int | None) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(job.seed)
+
+        def weight(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=g) / shape[-2] ** 0.5
+
+        width, local = 2 * job.hidden, job.experts // job.ranks
+        self.job, self.local = job, local
+        self.embedding = torch.nn.Parameter(weight(characters, 16))
+        self.into = torch.nn.Parameter(weight(16 * CONTEXT, job.hidden))
+        self.router = torch.nn.Parameter(weight(job.hidden, job.experts))
+        self.shared = torch.nn.ParameterList([weight(job.hidden, width), weight(width, job.hidden)])
+        self.out = torch.nn.Parameter(weight(job.hidden, characters))
+        up, down = weight(job.experts, job.hidden, width), weight(job.experts, width, job.hidden)
+        mine = slice(None) if rank is None else slice(rank * local, (rank + 1) * local)
+        self.experts = torch.nn.ParameterList([up[mine].clone(), down[mine].clone()])
+
+    def replicated(self) -> list[torch.nn.Parameter]:
+        """What every rank holds."""
+        return [self.embedding, self.into, self.router, *self.shared, self.out]
+
+    def mixture(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Sum of this module's experts on rows ``[n, hidden]``, each times ``scale[:, expert]``; no host step, whatever was received."""
+        hidden = torch.nn.functional.silu(torch.einsum("nh,ehw->enw", x, self.experts[0]))
+        return torch.einsum("enw,ewh,ne->nh", hidden, self.experts[1], scale)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = torch.softmax(x @ self.router, -1).topk(self.job.topk, -1)
+        return ids.contiguous(), weights / weights.sum(-1, keepdim=True)
+
+    def forward(self, contexts: torch.Tensor, handle: Any = None) -> torch.Tensor:
+        """Logits ``[T, characters]`` for contexts ``[T, CONTEXT]``; over the ranks if there is a handle."""
+        x = torch.tanh(self.embedding[contexts].flatten(1) @ self.into)
+        ids, weights = self.route(x)
+        if handle is None:
+            mixed = self.mixture(x, torch.zeros(len(x), self.job.experts, device=x.device).scatter(1, ids, weights))
+        else:
+            handle.update(ids)
+            got = ep_dispatch(handle, x, weights)
+            local = torch.arange(self.local, device=x.device)
+            scale = ((got.topk_idx[:, :, None] == local) * got.topk_weights[:, :, None]).sum(1)   # type: ignore[index]
+            mixed = ep_combine(handle, self.mixture(got.tokens, scale))
+        up, down = self.shared
+        return (x + mixed + torch.nn.functional.silu(x @ up) @ down) @ self.out
+
+
+def batch(job: Job, text: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contexts and next characters of all ranks' tokens of a step."""
+    at = torch.randint(CONTEXT, len(text), (job.ranks * job.tokens,), generator=torch.Generator().manual_seed(1000 * job.seed + step))
+    return text[at[:, None] + torch.arange(-CONTEXT, 0)], text[at]
+
+
+def train_rank(comm: Any, job: Job, text: torch.Tensor, characters: int, tell: Any = None) -> list[float]:
+    """One rank's training; the loss over all ranks of every step."""
+    model, losses = Model(job, characters, comm.rank).to(comm.device), []
+    optimizer = torch.optim.Adam(model.parameters(), job.rate)
+    config = GroupConfig(num_experts=job.experts, max_dispatch_tokens_per_rank=job.tokens, hidden=job.hidden, dtype=torch.float32, num_topk=job.topk,
+                         algorithm=Algorithm.HIGH_THROUGHPUT, max_recv_tokens_per_rank=job.ranks * job.tokens, num_slots=2)
+    mine = slice(comm.rank * job.tokens, (comm.rank + 1) * job.tokens)
+    with Group.create(comm, config) as group, group.create_handle(Layout.FLAT, num_topk=job.topk) as handle:
+        for step in range(job.steps):
+            contexts, following = (t[mine].to(comm.device) for t in batch(job, text, step))
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(contexts, handle), following, reduction="sum") / (job.ranks * job.tokens)
+            loss.backward()
+            shared = model.replicated()
+            comm.synchronize()   # others are about to read my gradients
+            everybody = comm.exchange([[p.grad for p in shared], float(loss.detach())])   # by reference: ranks share this process
+            sums = [sum(parts) for parts in zip(*(grads for grads, _ in everybody), strict=True)]
+            comm.synchronize()
+            comm.barrier()       # all have read before anybody writes
+            for p, total in zip(shared, sums, strict=True):
+                p.grad = total
+            optimizer.step()
+            losses.append(sum(part for _, part in everybody))
+            if tell is not None and comm.rank == 0:
+                tell(step, losses[-1])
+        group.check()
+    return losses
+
+
+def train_alone(job: Job, text: torch.Tensor, characters: int) -> list[float]:
+    """The same training in one process."""
+    model, losses = Model(job, characters, None), []
+    optimizer = torch.optim.Adam(model.parameters(), job.rate)
+    for step in range(job.steps):
+        contexts, following = batch(job, text, step)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(contexts), following)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def encode(text: str) -> tuple[torch.Tensor, int]:
+    """The text as numbers, and how many different characters there are."""
+    alphabet = sorted(set(text))
+    return torch.tensor([alphabet.index(c) for c in text]), len(alphabet)
+
+
+def main() -> int:
+    """Train and print the loss; 1 if it does not fall, or differs from the one-process curve under --check."""
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--text", metavar="FILE")
+    ap.add_argument("--backend", choices=["auto", "sim", "nccl"], default="auto")
+    ap.add_argument("--check", action="store_true", help="compare with the same model in one process")
+    for name, value in (("ranks", 4), ("steps", 300), ("tokens", 32), ("hidden", 64), ("experts", 8), ("topk", 2), ("seed", 0)):
+        ap.add_argument(f"--{name}", type=int, default=value)
+    ap.add_argument("--rate", type=float, default=3e-3)
+    args = ap.parse_args()
+    job = Job(args.ranks, args.steps, args.tokens, args.hidden, args.experts, args.topk, args.rate, args.seed)
+    text, characters = encode(TEXT if args.text is None else pathlib.Path(args.text).read_text(encoding="utf-8", errors="replace"))
+
+    def tell(step: int, loss: float) -> None:
+        if step % max(job.steps // 15, 1) == 0 or step == job.steps - 1:
+            print(f"step {step:5d}  loss {loss:.4f}", flush=True)
+
+    with LocalWorld(job.ranks, args.backend, threads=True) as world:
+        losses = world.run(train_rank, job, text, characters, tell)[0]
+    first, last = sum(losses[:5]) / len(losses[:5]), sum(losses[-5:]) / len(losses[-5:])
+    print(f"{job.ranks} ranks on {world.backend}: loss {first:.4f} -> {last:.4f}")
+    if not args.check:
+        return int(last >= first)
+    worst = max(abs(a - b) / b for a, b in zip(losses, train_alone(job, text, characters), strict=True))
+    print(f"largest relative difference from the one-process loss: {worst:.2e}")
+    return int(last >= first or worst > 1e-2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

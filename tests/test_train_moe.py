@@ -1,0 +1,35 @@
+"""`scripts/train_moe.py` at toy size on the simulator: the loss curve is that of the same model in one process, and falls."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import sys
+from typing import Any
+
+import pytest
+
+from ncclep_py import LocalWorld
+from ncclep_py.demo import TEXT
+
+PATH = pathlib.Path(__file__).parent.parent / "scripts" / "train_moe.py"
+
+
+@pytest.fixture(scope="module")
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("train_moe", PATH)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["train_moe"] = importlib.util.module_from_spec(spec)   # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("ranks, experts, topk", [(1, 3, 2), (3, 6, 3)])
+def test_the_loss_curve_is_that_of_one_process(example: Any, ranks: int, experts: int, topk: int) -> None:
+    job = example.Job(ranks, 12, 8, 16, experts, topk, 1e-2, 1)
+    text, characters = example.encode(TEXT[:600])
+    with LocalWorld(ranks, "sim", threads=True) as world:
+        curves = world.run(example.train_rank, job, text, characters)
+    assert all(curve == curves[0] for curve in curves)
+    assert curves[0] == pytest.approx(example.train_alone(job, text, characters), rel=1e-4)
+    assert sum(curves[0][-3:]) < 0.95 * sum(curves[0][:3])
