@@ -124,7 +124,9 @@ class CombineInputs:
     """What a rank's experts computed.
 
     Attributes:
-        tokens: same shape and row order as `DispatchOutputs.tokens`; that tensor itself (no copy), or any other (one copy of all rows).
+        tokens: same shape and row order as `DispatchOutputs.tokens`; that tensor itself or one in a window of
+            `Group.create_window` (no copy), or any other: the rows there are, counted by the tensor that dispatch left them in, are read and
+            written once more, ``2 * rows * hidden * itemsize`` bytes (not in a ``send_only`` combine, which sends them from where they are).
             RANK_MAJOR: each row already summed over this rank's experts of the token, weights included.
         topk_weights: for passes that need them; RANK_MAJOR ignores them.
         scales: NVFP4: the fp32 scale of each row, ``[L, R * M, 1]`` or ``[R, M, 1]``. NVFP4 packs rows in place, so these are gone afterwards.
@@ -223,7 +225,9 @@ class Handle:
 
         Args:
             inputs: tokens ``[T, hidden]``, or `DispatchInputs`.
-            outputs: where to put rows; without it they are in the window (no copy).
+            outputs: where to put rows; without it they are in the group's window (no copy), and neither is there one if ``outputs.tokens`` is in a
+                window of `Group.create_window`. Into other tensors received rows are copied, ``2 * rows * hidden * itemsize`` bytes; unused
+                rows are not touched.
             layout_info: where to put ``expert_counters`` or ``src_rank_counters``; allocated without it. RANK_MAJOR: also how to number received ids.
             config: `DispatchConfig`.
             topk_idx: shorthand for `update` before the call; its errors, too, are told to all ranks.
