@@ -223,6 +223,7 @@ def run_local(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_process(rank: int, case: dict[str, Any], ids: Any, barrier: Any, results: Any) -> None:
+    barrier.rank = rank
     try:
         os.environ["LOCAL_RANK"] = "0"
         if rank == 0:
@@ -241,7 +242,7 @@ def run_process(rank: int, case: dict[str, Any], ids: Any, barrier: Any, results
 
 def run_processes(case: dict[str, Any]) -> dict[str, Any]:
     context, case = mp.get_context("spawn"), {**case, "mode": "one process per rank"}
-    ids, barrier, results = context.Queue(), context.Barrier(case["ranks"]), context.Queue()
+    ids, barrier, results = context.Queue(), bench_ll.SpinBarrier(case["ranks"]), context.Queue()
     processes = [context.Process(target=run_process, args=(r, case, ids, barrier, results), daemon=True) for r in range(case["ranks"])]
     for p in processes:
         p.start()

@@ -25,6 +25,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from threading import BrokenBarrierError
 from typing import Any
 
 import torch
@@ -232,7 +233,30 @@ def run_local(case: dict[str, Any]) -> dict[str, Any]:
         return summary({**case, "mode": "one process"}, world.run(measure, case))
 
 
+class SpinBarrier:
+    """A barrier between processes that spins, so that all leave it within microseconds; a sleeping one lets them start a replay some hundred apart."""
+
+    def __init__(self, parties: int) -> None:
+        self.rounds = mp.get_context("spawn").RawArray("q", parties + 1)   # one count per process, then whether somebody gave up
+        self.rank = 0
+
+    def wait(self, timeout: float) -> None:
+        """Meet the others; BrokenBarrierError if one gave up or does not come in `timeout` seconds."""
+        self.rounds[self.rank] += 1
+        mine, until = self.rounds[self.rank], time.perf_counter() + timeout
+        while min(self.rounds[:-1]) < mine:
+            if self.rounds[-1] or time.perf_counter() > until:
+                raise BrokenBarrierError
+        if self.rounds[-1]:
+            raise BrokenBarrierError
+
+    def abort(self) -> None:
+        """Let everybody's wait fail."""
+        self.rounds[-1] = 1
+
+
 def run_process(rank: int, case: dict[str, Any], ids: Any, barrier: Any, results: Any) -> None:
+    barrier.rank = rank
     try:
         os.environ["LOCAL_RANK"] = "0"
         if rank == 0:
@@ -251,7 +275,7 @@ def run_process(rank: int, case: dict[str, Any], ids: Any, barrier: Any, results
 
 def run_processes(case: dict[str, Any]) -> dict[str, Any]:
     context = mp.get_context("spawn")
-    ids, barrier, results = context.Queue(), context.Barrier(case["ranks"]), context.Queue()
+    ids, barrier, results = context.Queue(), SpinBarrier(case["ranks"]), context.Queue()
     processes = [context.Process(target=run_process, args=(r, case, ids, barrier, results), daemon=True) for r in range(case["ranks"])]
     for p in processes:
         p.start()

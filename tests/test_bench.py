@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing as mp
 import pathlib
+import sys
+from threading import BrokenBarrierError
 from typing import Any
 
 import pytest
@@ -64,3 +67,23 @@ def test_routing_and_bytes(bench: Any) -> None:
     assert bench.moved_mb(case) == round(plain, 1)
     assert bench.moved_mb({**case, "routing": "one_rank", "layout": "rank_major"}) == round(4 * 200 * 4 * 1024 / 1e6, 1)
     assert bench.moved_mb({**case, "recipe": "ds_fp8"}) == round(plain - 4 * 200 * 8 * (512 - 16) / 1e6, 1)
+
+
+def _meet(barrier: Any, rank: int, answers: Any) -> None:
+    barrier.rank = rank
+    for _ in range(50):
+        barrier.wait(20)
+    try:
+        barrier.abort() if rank == 0 else barrier.wait(20)
+    except BrokenBarrierError:
+        answers.put(rank)
+
+
+def test_processes_meet_and_learn_that_one_gave_up(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bench_ll", bench)
+    context = mp.get_context("fork")
+    barrier, answers = bench.SpinBarrier(2), context.Queue()
+    processes = [context.Process(target=_meet, args=(barrier, rank, answers), daemon=True) for rank in range(2)]
+    for p in processes:
+        p.start()
+    assert answers.get(timeout=60) == 1
