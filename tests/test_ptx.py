@@ -391,8 +391,25 @@ def mutated(source: str, name: str | None, old: str, new: str) -> str:
     return source[:at] + source[at:end].replace(old, new) + source[end:]
 
 
+def only(source: str, name: str) -> str:
+    """The source without all operations but one, and what they call; compiles several times as fast."""
+    kept, inside = [], False
+    for line in source.splitlines(True):
+        inside = inside or line.startswith("OP ep_") and not line.startswith(f"OP ep_{name}(")
+        if not inside:
+            kept.append(line)
+        elif line == "}\n" or (line.startswith("OP") and line.endswith("}\n")):
+            inside = False
+    return "".join(kept)
+
+
 @pytest.mark.parametrize("what", MUTANTS)
 def test_mutants_are_found(what):
     name, old, new, guilty = MUTANTS[what]
-    broken = toolchain.compile_device("sm_90", "ptx", source=mutated(toolchain.device_source(), name, old, new))
-    assert check(broken.decode().rstrip("\0")).keys() == guilty
+    source = mutated(toolchain.device_source(), name, old, new)
+    broken = toolchain.compile_device("sm_90", "ptx", source=only(source, name) if name else source).decode().rstrip("\0")
+    if name:
+        assert guilty == {name} and functions(broken).keys() == {name}   # no other text changed
+        assert complaints(OPS[name], *functions(broken)[name]) != []
+    else:
+        assert check(broken).keys() == guilty
