@@ -29,8 +29,8 @@ def count_ranks(call: Call, task: Task, topk_idx: int, idx_bytes: int, num_token
                 first: int) -> int:
     """My tokens per rank, in all and before this block; a warp takes some tokens."""
     values, warps = task.block.values, task.block.launch.warps
-    if "total" not in values:
-        values["total"], values["start"] = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    for name in ("total", "start"):
+        values.setdefault(name, np.zeros(num_ranks, np.int64))
 
     def count(access: Access) -> None:
         ids = _ids(access, topk_idx, idx_bytes, 0, num_tokens * num_topk, num_experts)
