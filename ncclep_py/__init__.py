@@ -17,6 +17,8 @@ _HOME = {
     "errors": ("EpClosedError", "EpError", "EpMismatchError", "EpOverflowError", "EpPeerError", "EpRefusedError", "EpStaleError",
                "EpTimeoutError"),
     "doctor": ("show_versions",),
+    "autograd": ("Received", "ep_combine", "ep_dispatch"),
+    "elastic": ("ElasticBuffer",),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 

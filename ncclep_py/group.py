@@ -314,7 +314,11 @@ def table_of(local_map: LocalMap, slot: int, local: int) -> int:
 
 
 def bytes_per_rank(config: GroupConfig, num_ranks: int) -> dict[str, int]:
-    """Device memory a group takes on each rank, by part, in bytes."""
+    """Device memory a group takes on each rank, by part, in bytes; HIGH_THROUGHPUT: without the maps of its handles."""
+    if config.algorithm is Algorithm.HIGH_THROUGHPUT:
+        from ncclep_py.ht_group import ht_bytes_per_rank
+
+        return ht_bytes_per_rank(config, num_ranks)
     window, local = WindowMap.build(config, num_ranks), LocalMap.build(config)
     return {"control": window.slots, "slots": window.num_slots * window.slot_bytes, "local": align(local.total_bytes, 1),
             "origins": window.num_slots * window.origins_bytes, "staging": window.num_staging * window.staging_bytes}

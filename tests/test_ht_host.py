@@ -36,7 +36,7 @@ from ncclep_py import (
     ZeroCopyMode,
 )
 from ncclep_py import reference as ref
-from ncclep_py.ht_group import ht_bytes_per_rank
+from ncclep_py.group import bytes_per_rank
 from ncclep_py.testing import bits_equal, first_difference, random_routing, stamped_tokens, weights_like
 
 LAYOUTS = (Layout.FLAT, Layout.EXPERT_MAJOR)
@@ -190,6 +190,24 @@ def test_more_tokens_than_the_reference_takes(layout: Layout) -> None:
             case.forward(comm.rank, handle)
 
     run(2, program)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_of_odd_sizes(layout: Layout) -> None:
+    """Rows and weights large enough that warps share a copy, of sizes that do not divide evenly."""
+    cfg = config(4, 67, 264, 3, max_recv_tokens_per_rank=211)
+    case = Case(cfg, layout, [67, 50], alignment=4)
+
+    def program(comm: Any) -> None:
+        with Group.create(comm, cfg) as group:
+            handle = case.handle(group, comm.rank)
+            handle.update(case.ids[comm.rank])
+            k = (211, 3) if case.flat else (211,)
+            made = DispatchOutputs(torch.zeros(211, 264, dtype=torch.bfloat16), torch.zeros(k))
+            case.forward(comm.rank, handle, made, inplace=False)
+            case.backward(comm.rank, handle, inplace=False)
+
+    run(2, program, blocks=3, warps=5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -610,7 +628,7 @@ def test_configs() -> None:
         config(overflow_policy=DROP)
     with pytest.raises(ValueError, match="overflow_policy must be one of"):
         config(overflow_policy=7)
-    sizes = ht_bytes_per_rank(config(128, 2048, 7168, 8, max_recv_tokens_per_rank=16384), 8)
+    sizes = bytes_per_rank(config(128, 2048, 7168, 8, max_recv_tokens_per_rank=16384), 8)
     assert 16384 * (7168 * 2 + 96) <= sizes["slots"] < 16384 * (7168 * 2 + 96) + 4096
     assert sizes["control"] < 1 << 20 and sizes["local"] < 1024
 

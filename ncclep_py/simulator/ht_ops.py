@@ -541,8 +541,9 @@ def ht_copy_rows(call: Call, task: Task, source: int, target: int, zones: int, n
     def count(access: Access) -> None:
         nonlocal mine
         received = int(access.read(_totals(zones, num_local), 8).view(np.int64)[0])
-        words = min(received, rows) * row_bytes // 4
-        mine = tuple(4 * b for b in _part(0, words, *_worker(task)))   # type: ignore[assignment]
+        size, (worker, workers) = min(received, rows) * row_bytes, _worker(task)
+        begin, end = _part(0, size // 16, worker, workers)   # whole vectors, and the rest to the last
+        mine = (16 * begin, size if worker == workers - 1 else 16 * end)
 
     def load(access: Access) -> None:
         nonlocal held
