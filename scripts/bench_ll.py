@@ -234,7 +234,7 @@ def run_local(case: dict[str, Any]) -> dict[str, Any]:
 
 
 class SpinBarrier:
-    """A barrier between processes that spins, so that all leave it within microseconds; a sleeping one lets them start a replay some hundred apart."""
+    """A barrier between processes that spins, so that all leave it within microseconds; a sleeping one lets them start some hundred apart."""
 
     def __init__(self, parties: int) -> None:
         self.rounds = mp.get_context("spawn").RawArray("q", parties + 1)   # one count per process, then whether somebody gave up
