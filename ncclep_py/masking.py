@@ -9,7 +9,7 @@ renormalising weights. The rules, and what a rank may do for this to hold, stand
   on it says so, and the async error tells the others that results since it was masked are suspect;
 * the memory of a rank that stopped stays mapped. (The death of a GPU, or of the link to it, is beyond this.)
 
-An operation takes at most one timeout more per rank that does not come, and two if a rank stops in the middle of it.
+An operation takes 1.25 timeouts more if ranks do not come, and one more again if a rank stops in the middle of it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ agree on, too:
   mask of attempt n + 1. A pass has no waits; who finds its own vote locked makes one itself, so a rank that dies in the middle of one blocks nobody.
 * M4 The mask grows only by ranks whose JOIN(n) was missing and whose vote was not WRITES(n): it was locked before it wrote a row of n, and never
   will. A member that is silent *after* its JOIN is not masked: the attempt is given up, and it must show up for JOIN(n + 1) like everybody. It is
-  masked only if it stalled for two timeouts inside a kernel, which the model excludes; see M6.
+  masked only if it stalled for two timeouts inside a kernel, which the model excludes; see M6. Waits for JOIN last a quarter longer than others:
+  a member that waits for a dead one's counts or ARRIVED gives up before those wait for its own next JOIN any longer.
 * M5 JOIN(n + 1) of a rank follows the end of all its blocks' work in attempt n. With M1: remote phases of two attempts never overlap, so attempt
   n + 1 may write over the rows of n. The epoch advances once per attempt, on all members alike (I7).
 * M6 A masked rank finds its vote locked in a later epoch, or the verdict with itself in it: its operation fails there, and all its later ones end

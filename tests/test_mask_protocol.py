@@ -57,8 +57,8 @@ def group(sim: Simulator, seed: int = 0, **more: object) -> MaskedProgram:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_members_agree_and_have_the_oracles_bits(kind: str) -> None:
-    masked = sum(any(e.members() and e.mask() for e in play(seed, kind).ended) for seed in range(40))
-    assert masked > (0 if kind == "slow" else 5)
+    masked = sum(any(e.members() and e.mask() for e in play(seed, kind).ended) for seed in range(20))
+    assert masked > (0 if kind.startswith("slow") else 5)
 
 
 @pytest.mark.parametrize("mode", ["fair", "adversarial"])
@@ -191,7 +191,7 @@ def test_a_different_operation_is_named() -> None:
 def test_a_stall_beyond_the_model_is_reported() -> None:
     """A rank stalls inside a kernel for longer than the timeouts and writes when it goes on: whose results are wrong has the async error."""
     late, wrong = 0, 0
-    for seed in range(300):
+    for seed in range(150):
         draw = random.Random(seed)
         who = draw.randrange(3)
         sim = Simulator(3, seed, "fair", faults=Faults(slow={who: draw.randrange(40, 130)}, timeouts=True))

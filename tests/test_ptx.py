@@ -291,7 +291,7 @@ WAITS, PUBLISHES = {"wait_counts", "take_arrived_rows"} | HT_WAITS, PUBLISHES | 
 FENCES = {"publish_head", "publish_arrived", "publish_arrived_rows"}
 WAITS |= {"wait_joins", "wait_member_counts", "sum_member_counts", "settle", "conclude", "read_verdict", "catch_up", "readmit"}
 PUBLISHES |= {"publish_join", "publish_late"}
-FENCES |= {"publish_join", "wait_joins", "settle", "publish_late"}
+FENCES |= {"publish_join", "wait_joins", "settle"}
 VOTERS = {"wait_joins", "wait_member_counts", "sum_member_counts", "settle", "conclude"}
 MAY_FAIL = {op.name for op in OPS.values() if "record" in op.parameters}
 FENCE = "  fence_system();   // by every publishing lane\n"
@@ -353,7 +353,6 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
                                                         "ht_copy_rows", "gather_member_row", "pack_rows"}),
     "publish_join: no fence": ("publish_join", FENCE, "", {"publish_join"}),
     "publish_join: one lane fences": ("publish_join", "  fence_system();", "  if (lane() == 0) fence_system();", {"publish_join"}),
-    "publish_late: no fence": ("publish_late", FENCE, "", {"publish_late"}),
     "wait_joins: no fence": ("wait_joins", "    fence_system();", "", {"wait_joins"}),
     "wait_joins: fence only if all went well": ("wait_joins", "    fence_system();", "    if (!stop) fence_system();", {"wait_joins"}),
     "wait_joins: no barrier": ("wait_joins", "tell_block(code)", "code", {"wait_joins"}),

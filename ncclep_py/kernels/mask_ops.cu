@@ -102,6 +102,7 @@ OP ep_wait_joins(i64 window, i64 joins, i64 details, i64 votes, i64 rank, i64 nu
     u64 word_at = peer_at(window, joins + bank(epoch, num_ranks, member ? lane() : rank) * 8, rank), mine = peer_at(window, votes, rank);
     u64 word = 0, vote = 0, started = nanoseconds(), came = started;
     u32 missing = 0, proposal = u32(mask);
+    timeout += timeout / 4;   // M4: who waits for counts or ARRIVED of an earlier attempt gives up first
     bool here = !member, stop = mask >> rank & 1;
     for (u32 round = 1; !stop; ++round) {
       if (!here) {
@@ -267,8 +268,7 @@ OP ep_settle(i64 window, i64 arrived, i64 votes, i64 rank, i64 num_ranks, i64 ep
   return tell_block(code);
 }
 OP ep_publish_late(i64 window, i64 arrived, i64 rank, i64 num_ranks, i64 epoch, i64 wrote) {
-  u64 last = __shfl_sync(~0u, *(const u64*)wrote, 0);
-  fence_system();   // by every publishing lane
+  u64 last = __shfl_sync(~0u, *(const u64*)wrote, 0);   // no fence: nobody reads rows because of this
   for (int peer = lane(); peer < num_ranks && last == vote_word(epoch, WRITES, 0); peer += 32)
     store_relaxed_sys(peer_at(window, arrived + rank * 8, peer), tagged(epoch, LATE_STATUS << 24));
   return 0;

@@ -272,7 +272,7 @@ OPS: dict[str, Op] = {op.name: op for op in (
     _op("settle", "block", f"window arrived votes rank num_ranks epoch mask waited {_FAILURE}",
         "ld.relaxed.sys arrived; fence.acq_rel.sys; bar.sync",
         "Acquire, system scope: wait for ARRIVED of all members, then commit. 0, AGAIN or why the operation failed.", may_fail=True),
-    _op("publish_late", "warp", "window arrived rank num_ranks epoch wrote", "ld.weak wrote; fence.acq_rel.sys; st.relaxed.sys arrived",
+    _op("publish_late", "warp", "window arrived rank num_ranks epoch wrote", "ld.weak wrote; st.relaxed.sys arrived",
         "Tell all ranks, if I began to write in this attempt, that I may have done so after they had masked me."),
     _op("conclude", "warp", "window joins arrived votes rank num_ranks members masked_at epoch mask code left notice fail record",
         "ld.relaxed.sys vote; ld.weak masked_at; ld.relaxed.sys join; ld.relaxed.sys arrived; st.weak masked_at; st.weak members",

@@ -211,11 +211,7 @@ class Scheduler:
         """Count a step of the task's rank; whether the rank dies or stalls instead of taking it."""
         rank, faults = task.rank, self.sim.faults
         if self.rank_steps[rank] >= faults.dead.get(rank, NEVER):
-            self.dead.add(rank)
-            self.sim.memory.forgive(rank)
-            self.ready = [t for t in self.ready if t.rank != rank]
-            self.waiting[rank].clear()
-            self.stalled.pop(rank, None)
+            self.die(rank)
             return True
         if self.rank_steps[rank] >= faults.slow.get(rank, NEVER) and rank not in self.resumed:
             self.stalled[rank] = [t for t in self.ready if t.rank == rank]
@@ -223,6 +219,14 @@ class Scheduler:
             return True
         self.rank_steps[rank] += 1
         return False
+
+    def die(self, rank: int) -> None:
+        """A rank never runs again."""
+        self.dead.add(rank)
+        self.sim.memory.forgive(rank)
+        self.ready = [t for t in self.ready if t.rank != rank]
+        self.waiting[rank].clear()
+        self.stalled.pop(rank, None)
 
     def _absent(self) -> set[int]:
         idle = {s.rank for s in self.sim.streams if not s.busy and not s.queue} if self.sim.faults.bounded else set()
