@@ -77,7 +77,7 @@ class Exhaustive(Policy):
         return 0
 
     def chooses(self, task: Task, kind: str, noun: str) -> bool:
-        if noun not in ("head", "count", "arrived", "host"):
+        if noun not in ("head", "count", "arrived", "hits", "kept_rows", "host"):
             return False
         before = self.loaded.get(task.rank)
         if kind == "ld":
