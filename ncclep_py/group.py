@@ -62,6 +62,7 @@ class Group(Masking):
         self.user_windows: list[SymmetricWindow] = []
         self._closed = False
         self.start_at(FIRST_EPOCH)
+        self._meeting()   # loaded now: close() needs it, and graph capture may
         comm.barrier()
         self._warn = weakref.finalize(self, _warn_open, self._window)
 
@@ -184,8 +185,12 @@ class Group(Masking):
         """Internal: an operation that only meets: afterwards no rank is still pulling rows of an earlier operation from me."""
         self._meet(kind, Status.GO)
 
+    def _meeting(self) -> Kernel:
+        """The kernel of operations that only meet."""
+        return self.kernel("ll_combine", self.config.num_topk, 8)
+
     def _meet(self, kind: OpKind, status: int) -> None:
-        kernel = self.kernel("ll_combine", self.config.num_topk, 8)
+        kernel = self._meeting()
         local, record = self.addresses()
         header = local + self.local_map.header(self.config.num_slots)
         signature = self.signature(kind, 0, 0, self.config.num_topk)

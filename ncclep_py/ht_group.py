@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ncclep_py.config import GroupConfig, HandleConfig, Layout
-from ncclep_py.errors import EpError
+from ncclep_py.errors import EpError, Status
 from ncclep_py.group import Group
 from ncclep_py.ht_handle import HTHandle
 from ncclep_py.ht_memory_map import HTWindowMap, ht_local_map
@@ -59,16 +59,17 @@ class HTGroup(Group):
             self._kernels[key] = self.comm.kernel(name, shape, shared, self.num_blocks)   # type: ignore[arg-type]
         return self._kernels[key]
 
-    def rendezvous(self, kind: OpKind) -> None:
-        """Internal: an operation that only meets: afterwards no rank is still pulling rows of an earlier operation from me."""
-        config = self.config
-        kernel = self.ht_kernel("ht_combine", config.num_topk, 8, Layout.FLAT, 1)
+    def _meeting(self) -> Kernel:
+        return self.ht_kernel("ht_combine", self.config.num_topk, 8, Layout.FLAT, 1)
+
+    def _meet(self, kind: OpKind, status: int) -> None:
+        config, kernel = self.config, self._meeting()
         local, record = self.addresses()
         nothing = local + self.local_map.header(config.num_slots)   # the header of no slot and of no maps
         signature = Signature(kind, 0, config.token_type, 0, 0, config.num_topk, config.row_bytes // 16).pack()
         window, slots = self._window.handle, self.map.slots
-        values = (window, self.rank, local, record, nothing, 0, 0, 0, -1, window, slots, slots, nothing, 0, signature, 0, config.wait_ns)
-        self.comm.submit(kernel, values, self.num_blocks, kind.name.lower(), ())
+        values = (window, self.rank, local, record, nothing, 0, 0, 0, -1, window, slots, slots, nothing, 0, signature, status, config.wait_ns)
+        self.comm.submit(kernel, values, self.num_blocks, kind.name.lower(), (), refusing=status != Status.GO)
 
 
 def ht_bytes_per_rank(config: GroupConfig, num_ranks: int) -> dict[str, int]:

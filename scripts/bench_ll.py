@@ -245,10 +245,9 @@ class SpinBarrier:
         self.rounds[self.rank] += 1
         mine, until = self.rounds[self.rank], time.perf_counter() + timeout
         while min(self.rounds[:-1]) < mine:
-            if self.rounds[-1] or time.perf_counter() > until:
+            over = self.rounds[-1] or time.perf_counter() > until
+            if over and min(self.rounds[:-1]) < mine:   # again: the last may have come and given up since
                 raise BrokenBarrierError
-        if self.rounds[-1]:
-            raise BrokenBarrierError
 
     def abort(self) -> None:
         """Let everybody's wait fail."""

@@ -78,10 +78,11 @@ def test_captures_of_several_token_counts_in_any_order(slots: int) -> None:
     def program(comm: object) -> int:
         with Group.create(comm, config(num_slots=slots)) as group:
             handles = [group.create_handle(Layout.EXPERT_MAJOR, num_topk=TOPK) for _ in range(2)]
-            bad, graphs = torch.zeros((), dtype=torch.int64, device="cuda"), []
+            bad, graphs, wanted = torch.zeros((), dtype=torch.int64, device="cuda"), [], []   # what only the test needs, the test keeps
             for tokens in (1, 3, MOST, 0):
                 for handle in handles:
                     x, ids, weights, want = on_gpu(inputs(comm.rank, tokens, tokens))
+                    wanted.append(want)
 
                     def pair(handle=handle, x=x, ids=ids, weights=weights, want=want) -> None:
                         got = handle.dispatch(x, topk_idx=ids)

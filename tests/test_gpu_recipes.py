@@ -146,7 +146,7 @@ def test_graph_replays() -> None:
 
     def program(comm: Any) -> bool:
         with Group.create(comm, cfg) as group:
-            ids, x = torch.zeros(8, 3, dtype=torch.int64, device="cuda"), torch.zeros(8, 512, dtype=torch.bfloat16, device="cuda")
+            ids, x = (torch.arange(24, device="cuda") % 8).view(8, 3), torch.zeros(8, 512, dtype=torch.bfloat16, device="cuda")
             handle = group.create_handle(Layout.EXPERT_MAJOR, ids)
             handle.dispatch(x, config=FP8)   # loads the recipe's kernel
             graph = torch.cuda.CUDAGraph()
