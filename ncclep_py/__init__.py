@@ -14,7 +14,7 @@ _HOME = {
     "local_world": ("LocalWorld",),
     "group": ("Group",),
     "handle": ("CombineInputs", "CombineOutputs", "DispatchInputs", "DispatchOutputs", "Handle", "LayoutInfo"),
-    "errors": ("EpClosedError", "EpError", "EpMismatchError", "EpOverflowError", "EpPeerError", "EpRefusedError", "EpStaleError",
+    "errors": ("EpClosedError", "EpError", "EpMaskedError", "EpMismatchError", "EpOverflowError", "EpPeerError", "EpRefusedError", "EpStaleError",
                "EpTimeoutError"),
     "doctor": ("show_versions",),
     "autograd": ("Received", "ep_combine", "ep_dispatch"),
