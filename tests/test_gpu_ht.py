@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -510,12 +510,11 @@ def test_a_missing_rank_is_named_within_the_timeout(what: str) -> None:
             if what == "dispatch":
                 handle.update(case.ids[r].cuda())
             group.check()
+            ids, tokens, weights = case.ids[r].cuda(), case.tokens[r].cuda(), case.weights[r].cuda()   # a copy would wait for the stream
             if r == 2:
                 torch.cuda._sleep(int(4e9))   # about two seconds
             started = time.perf_counter()
-            call: Callable[[], Any] = (lambda: handle.update(case.ids[r].cuda())) if what == "update" else (
-                lambda: handle.dispatch(case.tokens[r].cuda(), topk_weights=case.weights[r].cuda()))
-            call()
+            handle.update(ids) if what == "update" else handle.dispatch(tokens, topk_weights=weights)
             with pytest.raises(EpTimeoutError) as caught:
                 group.check()
             assert r == 2 or caught.value.culprit == 2

@@ -117,14 +117,13 @@ MUTANTS = {f"{kernel}: {name}": (kernel, change) for kernel in ("prepare", "disp
     "dispatch: no wait_arrived": ("dispatch", [("code = wait_arrived(window, ARRIVED, rank, RANKS, epoch, fail, record, timeout)", "code = 0")]),
     "dispatch: no store_header": ("dispatch", [("store_header(header, epoch, handle)", "pass")]),
     "dispatch: arrived by one warp too early": ("dispatch", [(ARRIVED, "pass\n"), (f"        if {LAST}", EARLY_ARRIVED.replace("ARRIVED", ARRIVED))]),
-    "dispatch: empty pieces send weights, too": ("dispatch", [("if begin == 0 and stop > 0:", "if begin == 0:")]),
-    "dispatch: every piece sends weights": ("dispatch", [("if begin == 0 and stop > 0:", "if 1 == 1:")]),
+    "dispatch: every piece sends weights": ("dispatch", [("if begin == 0:", "if 1 == 1:")]),
     "dispatch: no pads": ("dispatch", [(PADS, "pass")]),
     "dispatch: no weights of pads": ("dispatch", [(WEIGHT_PADS, "pass")]),
     "dispatch: no clear_ids": ("dispatch", [(CLEAR, "pass")]),
     "combine: no publish_head": ("combine", [(MAP_HEAD, "")]),
-    "combine: no check_header": ("combine", [("code = check_header(header, handle, rank, epoch, fail, record)", "code = 0")]),
-    "combine: every piece gathers weights": ("combine", [("if begin == 0 and stop > 0:", "if 1 == 1:")]),
+    "combine: no check_header": ("combine", [("code = check_header(held, handle, rank, epoch, fail, record)", "code = 0")]),
+    "combine: every piece gathers weights": ("combine", [("if begin == 0:", "if 1 == 1:")]),
 }
 PROMPT = "it ends without ARRIVED: a peer that still waits for HEADs ends at once by it, else at its own deadline, and blames the same rank"
 SURVIVORS = {"prepare: no publish_abort": PROMPT, "combine: no publish_abort": PROMPT, "dispatch: no publish_abort": "see the test of its own"}

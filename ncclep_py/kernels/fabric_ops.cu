@@ -84,7 +84,7 @@ OP ep_wait_heads(i64 window, i64 heads, i64 rank, i64 num_ranks, i64 epoch, i64 
     code = v.code;
     if (code && lane() == 0) give_up(fail, record, code, epoch, HEAD, rank, v.peer, v.culprit, v.seen, code == MISMATCH ? signature : epoch);
   }
-  return __syncthreads_or(code);
+  return tell_block(code);
 }
 OP ep_publish_abort(i64 window, i64 heads, i64 arrived, i64 rank, i64 num_ranks, i64 epoch, i64 fail) {
   u32 why = u32(load_relaxed_gpu(fail)), code = why & 255, culprit = why >> 8;
@@ -286,5 +286,5 @@ OP ep_wait_arrived(i64 window, i64 arrived, i64 rank, i64 num_ranks, i64 epoch, 
     code = v.code;
     if (code && lane() == 0) give_up(fail, record, code, epoch, ARRIVED, rank, v.peer, v.culprit, v.seen, epoch);
   }
-  return __syncthreads_or(code);
+  return tell_block(code);
 }

@@ -52,7 +52,7 @@ def make_ht_combine(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
             begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
             for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
                 gather_row(rows_window, rows_at, maps + ROUTES, out, token, TOPK, ROW_BYTES, TYPE, begin, stop)
-                if begin == 0 and stop > 0:
+                if begin == 0:
                     if grads != 0:
                         gather_weights(window, slot + WEIGHTS, maps + PLACES, grads, token, TOPK, EXPERTS, RANKS, BY_RANK)
         if last_block(local + BLOCKS_DONE) == 1:

@@ -49,7 +49,7 @@ def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
             begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
             for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
                 scatter_row(rows_window, rows_at, tokens, maps + ROUTES, token, TOPK, ROW_BYTES, begin, stop)
-                if begin == 0 and stop > 0:
+                if begin == 0:
                     if SCALE_BYTES > 0:
                         scatter_row(rows_window, rows_at + SCALES, scales, maps + ROUTES, token, TOPK, SCALE_BYTES, 0, SCALE_BYTES // 16)
                     if forward != 0:

@@ -16,6 +16,9 @@ extern __shared__ __align__(16) u32 ep_shared[];   // total[E], start[E], receiv
 INLINE int lane() { return threadIdx.x & 31; }
 INLINE int warp() { return __shfl_sync(~0u, int(threadIdx.x >> 5), 0); }   // a shuffle, so that the compiler knows it is uniform
 INLINE int warps() { return blockDim.x >> 5; }
+INLINE int tell_block(int code) {   // warp 0's code, at most 32, for the block: __syncthreads_or would only tell whether there is one
+  return __syncthreads_count(warp() == 0 && lane() < code);
+}
 INLINE int later(u32 a, u32 b) { return int(a - b); }   // > 0 if epoch a comes after b
 INLINE u64 nanoseconds() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
 
@@ -164,11 +167,11 @@ OP ep_last_block(i64 counter) {
 }
 OP ep_op_code(i64 fail, i64 epoch) {
   int code = 0;
-  if (threadIdx.x == 0) {   // one reading: a later one may see what another warp of this block has failed at since
-    u64 v = load_relaxed_gpu(fail);
+  if (warp() == 0) {   // one reading: a later one may see what another warp of this block has failed at since
+    u64 v = __shfl_sync(~0u, load_relaxed_gpu(fail), 0);
     code = u32(v >> 32) == u32(epoch) ? int(v & 255) : 0;
   }
-  return __syncthreads_or(code);
+  return tell_block(code);
 }
 
 // ---- counts and rows -------------------------------------------------------------------------------------------------------------------------

@@ -50,9 +50,11 @@ def make_ll_masked_combine(shape: KernelShape, ops: Vocabulary) -> Callable[...,
                 code = check_header(read_header(header), handle, rank, epoch, fail, record)
             # ---- 3 rows ------------------------------------------------------------------------------------------------
             if code == 0:
-                for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
+                token, end, step = warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)
+                while token < end:   # no range: its length is a 64-bit division
                     gather_member_row(payload, slot, table, weights, out, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop,
                                       mask)
+                    token += step
             if last_block(local + BLOCKS_DONE) == 1:
                 if warp_idx() == 0:
                     code = conclude(window, JOINS, ARRIVED, VOTES, rank, RANKS, local + MASK, local + MASKED_AT, epoch, mask, code,

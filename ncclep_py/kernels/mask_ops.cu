@@ -17,9 +17,6 @@ INLINE void store_relaxed_gpu(u64 p, u64 v) { asm volatile("st.relaxed.gpu.globa
 INLINE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 INLINE void fence_total() { asm volatile("fence.sc.sys;" ::: "memory"); }
 
-// Block. Warp 0's code, at most 32, for all: __syncthreads_or would only tell whether there is one.
-INLINE int tell_block(int code) { return __syncthreads_count(warp() == 0 && lane() < code); }
-
 // ---- agreement (M2, M3) ------------------------------------------------------------------------------------------------------------------------
 struct Outcome { int code; u32 low; };   // 0: committed under mask `low`; FAILED: for the reason `low`; AGAIN: next mask `low`; LEFT_BEHIND
 const int FAILED = 64;
