@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 __all__ = ["CombineInputs", "CombineOutputs", "DispatchInputs", "DispatchOutputs", "Handle", "LayoutInfo"]
 
 
+PLAIN_DISPATCH, PLAIN_COMBINE = DispatchConfig(), CombineConfig()   # made once: making one costs microseconds
+
+
 @dataclasses.dataclass
 class LayoutInfo:
     """Counts of received rows; fields a caller leaves out are allocated.
@@ -257,7 +260,7 @@ class Handle:
             _check_kinds(("outputs", outputs, DispatchOutputs), ("layout_info", layout_info, LayoutInfo), ("config", config, DispatchConfig))
             if topk_idx is not None:
                 self.update(topk_idx)
-            sent = self._check_dispatch(given, weights, made, counts, config or DispatchConfig(), slot)
+            sent = self._check_dispatch(given, weights, made, counts, config or PLAIN_DISPATCH, slot)
             place = self._place("outputs.tokens", made.tokens, slot, sent is None)
         tokens, idx = given.tokens, self._topk_idx
         assert idx is not None   # checked above
@@ -425,7 +428,7 @@ class Handle:
         with _Refusing(self, name, slot):
             self.group.raise_reported()
             _check_kinds(("outputs", outputs, CombineOutputs), ("config", config, CombineConfig))
-            self._check_combine(given, made, weights, config or CombineConfig(), slot)
+            self._check_combine(given, made, weights, config or PLAIN_COMBINE, slot)
             place = -1 if staged else self._place("inputs.tokens", given.tokens, slot, True)   # a send half pushes rows from wherever they are
         if made.tokens is None:
             made.tokens = self._new((self._num_tokens, self.group.config.hidden), None)
