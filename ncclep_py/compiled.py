@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import marshal
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -100,7 +103,17 @@ def _device_fingerprint(arch: str, lineinfo: bool) -> dict[str, str]:
 def fingerprint(spec: KernelSpec, arch: str, lineinfo: bool = False) -> dict[str, str]:
     """Everything that decides a kernel's code; the key of the disk cache is its digest."""
     sources = digest_of("kernels/*.py", "compiled.py", "cubin.py")
-    return _device_fingerprint(arch, lineinfo) | {"kernel": spec.name, "shape": repr(spec.shape), "kernel sources": sources}
+    return _device_fingerprint(arch, lineinfo) | {"kernel": spec.name, "shape": repr(spec.shape), "kernel sources": sources} | _own_sources(spec)
+
+
+def _own_sources(spec: KernelSpec) -> dict[str, str]:
+    """What decides the code of a kernel registered by somebody else: its factory, and the file this stands in (a notebook's has none)."""
+    factory = KERNELS[spec.name][0]
+    if factory.__module__.startswith("ncclep_py."):
+        return {}
+    file = pathlib.Path(factory.__code__.co_filename)
+    code = marshal.dumps(factory.__code__) + (file.read_bytes() if file.is_file() else b"")
+    return {"factory": hashlib.sha256(code).hexdigest()}
 
 
 def _device_ltoir(arch: str, lineinfo: bool, cache: KernelCache) -> bytes:

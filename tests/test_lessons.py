@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pathlib
 import re
 import runpy
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from ncclep_py import launch
+from ncclep_py import GroupConfig, compiled, launch
+from ncclep_py.kernels.shape import KernelShape
 
 SCRIPTS = pathlib.Path(__file__).parent.parent / "scripts"
 LESSONS = sorted(SCRIPTS.glob("lesson_*.py"))
+SHAPE = KernelShape.build(GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=1, hidden=8, num_topk=1, dtype=torch.float32), 2, 1, 8)
 by_name = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 
 
@@ -60,3 +63,40 @@ def test_lesson_in_the_simulator(path: pathlib.Path, play: Any) -> None:
 @by_name
 def test_lesson_on_a_gpu(path: pathlib.Path, play: Any) -> None:
     assert len(play(path, "nccl").splitlines()) >= 3
+
+
+# ---- kernels of one's own --------------------------------------------------------------------------------------------------
+OWN = """
+def make_own(shape, ops):
+    read_epoch = ops.read_epoch
+
+    def own(word):
+        read_epoch(word + {offset})
+
+    return own
+"""
+
+
+def test_a_kernel_of_ones_own_is_compiled_anew_when_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of the disk cache, for factories that stand in no file, as in a notebook."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs an extra cu12 or cu13")
+    keys = []
+    for offset in (0, 8, 8):
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(OWN.format(offset=offset), "<cell>", "exec"), names)
+        monkeypatch.setitem(launch.KERNELS, "own", (names["make_own"], ("word",)))
+        keys.append(compiled.fingerprint(launch.KernelSpec("own", SHAPE), "sm_90"))
+    assert keys[0] != keys[1] == keys[2]
+    assert "factory" not in compiled.fingerprint(launch.KernelSpec("ll_combine", SHAPE), "sm_90")
+
+
+@pytest.mark.parametrize(("lesson", "factory", "name"), [("lesson_01_peer_store_and_signal", "make_message", "message"),
+                                                        ("lesson_07_write_your_own_kernel", "make_right", "ranks_meet")])
+def test_kernels_of_lessons_compile(lesson: str, factory: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs an extra cu12 or cu13")
+    monkeypatch.setenv("NCCLEP_CACHE_DIR", str(tmp_path))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    module = importlib.import_module(lesson)
+    monkeypatch.setitem(launch.KERNELS, name, (getattr(module, factory), module.PARAMETERS))
+    made = launch.compile_kernel(launch.KernelSpec(name, SHAPE), "sm_90")
+    assert made.cubin[:4] == b"\x7fELF" and name in made.symbol
