@@ -1,4 +1,4 @@
-"""`python -m ncclep_py doctor` and `python -m ncclep_py demo`."""
+"""`python -m ncclep_py doctor`, `demo` and `vocabulary`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "doctor": "versions, paths, GPUs, and what is wrong with them",
     "demo": "dispatch and combine a few tokens, on GPUs or in the simulator",
+    "vocabulary": "the operations kernels are written in, with both implementations",
 }
 """Each is a module of this package with `add_arguments(parser)` and `main(options)`, imported only if asked for."""
 
