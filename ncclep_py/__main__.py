@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 COMMANDS = {
     "doctor": "versions, paths, GPUs, and what is wrong with them",
@@ -15,9 +17,22 @@ COMMANDS = {
 """Each is a module of this package with `add_arguments(parser)` and `main(options)`, imported only if asked for."""
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are JSON where JSON was asked for."""
+
+    as_json = False
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong with the command line; exit code 2."""
+        if self.as_json:
+            sys.stdout.write(json.dumps({"ok": False, "verified": False, "error": message}) + "\n")
+            sys.exit(2)
+        super().error(message)
+
+
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """The command line's parser; only `command` gets its own options."""
-    parser = argparse.ArgumentParser(prog="python -m ncclep_py", description="NCCL EP in Python")
+    parser = Parser(prog="python -m ncclep_py", description="NCCL EP in Python")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in COMMANDS.items():
         subparser = commands.add_parser(name, help=text, description=text)
@@ -30,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in words if not word.startswith("-")), None)
+    Parser.as_json = "--json" in words
     options = build_parser(command).parse_args(words)
     return importlib.import_module(f"ncclep_py.{options.command}").main(options) or 0
 

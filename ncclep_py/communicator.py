@@ -217,14 +217,6 @@ class _DeviceMemory:
         self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def _stream_handle() -> int:
-    """CUDA's handle of torch's current stream. Asked of torch's C side, as its own compilers do: the public way makes an object each time."""
-    import torch
-
-    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return int(raw(torch.cuda.current_device())) if raw is not None else int(torch.cuda.current_stream().cuda_stream)
-
-
 class _LoadedKernel(Kernel):
     """A compiled kernel on this process's device, with arguments prepared once per grid."""
 
@@ -238,7 +230,7 @@ class _LoadedKernel(Kernel):
         if launch is None:
             launch = self.prepared[num_blocks] = self.loaded.prepare(num_blocks, BLOCK_THREADS, self.shared_bytes, values)
         launch.assign(values)
-        launch.enqueue(_stream_handle())
+        launch.enqueue(torch.cuda.current_stream().cuda_stream)
 
 
 BLOCK_THREADS = 512

@@ -120,7 +120,9 @@ class HTHandle:
             TypeError, ValueError: an argument is wrong (on this rank; every other rank raises `EpRefusedError`).
             EpError: what a device reported about an earlier operation.
         """
-        self._check_open("update")
+        self._check_group("update")
+        with _Refusing(self, "", -1, False):
+            self._check_open("update")
         group = self.group
         self._topk_idx, self._num_tokens = None, -1
         self._routing += 1
@@ -207,13 +209,16 @@ class HTHandle:
         Returns:
             `DispatchOutputs`, also if given. Its ``layout_info`` holds the update's counts.
         """
-        self._check_open("dispatch")
+        self._check_group("dispatch")
+        backward = isinstance(config, DispatchConfig) and config.pass_direction is PassDir.BWD
+        with _Refusing(self, "", -1, backward):
+            self._check_open("dispatch")
         if topk_idx is not None:
             self.update(topk_idx)
         group = self.group
         plan = group.map
-        backward = isinstance(config, DispatchConfig) and config.pass_direction is PassDir.BWD
-        slot = self._take_slot(backward)
+        with _Refusing(self, "", -1, backward):
+            slot = self._take_slot(backward)
         self._generation += 1
         given = inputs if isinstance(inputs, DispatchInputs) else DispatchInputs(inputs)
         made = outputs if isinstance(outputs, DispatchOutputs) else DispatchOutputs()
@@ -343,13 +348,15 @@ class HTHandle:
         Returns:
             ``outputs.tokens``.
         """
-        self._check_open("combine")
+        self._check_group("combine")
         group, plan = self.group, self.group.map
         backward = isinstance(config, CombineConfig) and config.pass_direction is PassDir.BWD
         slot = self._slots[backward]
-        if slot < 0 or group.slot_owner[slot] not in (self.id, -self.id):
-            raise EpError(f"combine needs a {'backward' if backward else 'forward'} dispatch of this handle before it; its slot was never filled or "
-                          "went to another dispatch")
+        with _Refusing(self, "", -1, backward):
+            self._check_open("combine")
+            if slot < 0 or group.slot_owner[slot] not in (self.id, -self.id):
+                raise refused(EpError(f"combine needs a {'backward' if backward else 'forward'} dispatch of this handle before it; its slot was "
+                                      "never filled or went to another dispatch"), Refusal.ORDER)
         if group.slot_combined[slot]:   # peers may still be pulling from this slot: meet first, on all ranks alike
             group.rendezvous(OpKind.COMBINE)
         group.slot_combined[slot], group.slot_owner[slot] = True, -self.id
@@ -472,8 +479,8 @@ class HTHandle:
         if slot < 0 or owner[slot] not in mine:
             free = [i for i, held in enumerate(owner) if held <= 0 or held == self.id]
             if not free:
-                raise EpError(f"all {len(owner)} slots hold dispatches that were not combined yet; combine one, close its handle, or set "
-                              "GroupConfig.num_slots higher")
+                raise refused(EpError(f"all {len(owner)} slots hold dispatches that were not combined yet; combine one, close its handle, or set "
+                                      "GroupConfig.num_slots higher"), Refusal.ORDER)
             slot = min(free, key=lambda i: (owner[i] in mine, i))
             if slot == self._slots[not backward]:
                 self._slots[not backward] = -1
@@ -491,8 +498,11 @@ class HTHandle:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
     def _check_open(self, what: str) -> None:
+        self._check_group(what)
         if self._closed:
-            raise EpClosedError(f"cannot {what}: the handle is closed")
+            raise refused(EpClosedError(f"cannot {what}: the handle is closed"), Refusal.CLOSED)
+
+    def _check_group(self, what: str) -> None:
         if self.group._closed:
             raise EpClosedError(f"cannot {what}: the group is closed")
 
@@ -569,7 +579,7 @@ class HTHandle:
                 where = (*rows, group.map.slot(slot), local + group.local_map.header(slot))
             named = slot if place < 0 else group.config.num_slots + place
             fixed = self._values[key] = ((group.window.handle, group.rank, local, record, self._maps_at),
-                                         (*where, self.id, self._signature(name, named, backward, global_ids, sent)))
+                                         (*where, self.id << 32, self._signature(name, named, backward, global_ids, sent)))
         values = (*fixed[0], *own, *fixed[1], status, group.config.wait_ns)
         group.keep(tensors, self._maps)
         if group.comm.submit(kernel or self._kernel(name), values, group.num_blocks, name, tensors, refusing=status != Status.GO):
@@ -592,7 +602,10 @@ class _Refusing:
     def __exit__(self, exc_type: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not getattr(error, "everywhere", False) and not self.handle.group.comm.capturing():
             try:
-                self.handle.refuse(self.name, self.slot, self.backward, refusal_of(error))
+                if self.name:
+                    self.handle.refuse(self.name, self.slot, self.backward, refusal_of(error))
+                else:
+                    self.handle.group.refuse(refusal_of(error))
             except EpRefusedError:   # another rank refuses the same call; my own error says more
                 pass
 

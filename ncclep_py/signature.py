@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from ncclep_py.config import Layout, TokenType
+
 __all__ = ["OpKind", "Signature"]
 
 
@@ -77,12 +79,15 @@ class Signature:
 
     def difference(self, other: Signature) -> str:
         """The fields in which `other` differs, for a sentence: ``slot 0 here, 1 there``."""
-        pairs = ((name, getattr(self, name), getattr(other, name)) for name, _ in _FIELDS)
-        return ", ".join(f"{name} {_named(name, mine)} here, {_named(name, theirs)} there" for name, mine, theirs in pairs if mine != theirs)
+        pairs = ((name, self._named(name), other._named(name)) for name, _ in _FIELDS if getattr(self, name) != getattr(other, name))
+        return ", ".join(f"{name} {mine} here, {theirs} there" for name, mine, theirs in pairs)
 
-
-def _named(field: str, value: int) -> str:
-    """A field's value in words."""
-    if field == "kind" and value in OpKind._value2member_map_:
-        return OpKind(value).name.lower()
-    return str(value)
+    def _named(self, field: str) -> str:
+        """A field's value in words."""
+        value = int(getattr(self, field))
+        names: dict[str, type[enum.IntEnum]] = {"kind": OpKind, "layout": Layout}
+        if self.recipe == 0:   # else the number of another element type
+            names["token_type"] = TokenType
+        if field in names and value in names[field]._value2member_map_:
+            return names[field](value).name.lower()
+        return str(value)

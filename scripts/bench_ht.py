@@ -20,10 +20,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import multiprocessing as mp
 import os
 import pathlib
-import queue
 import statistics
 import sys
 import time
@@ -222,41 +220,6 @@ def run_local(case: dict[str, Any]) -> dict[str, Any]:
         return summary({**case, "mode": "one process"}, world.run(measure, case))
 
 
-def run_process(rank: int, case: dict[str, Any], ids: Any, barrier: Any, results: Any) -> None:
-    barrier.rank = rank
-    try:
-        os.environ["LOCAL_RANK"] = "0"
-        if rank == 0:
-            unique = Communicator.unique_id()
-            for _ in range(case["ranks"] - 1):
-                ids.put(unique)
-        else:
-            unique = ids.get(timeout=WAIT_S)
-        comm = Communicator.init(case["ranks"], rank, unique, device=rank % torch.cuda.device_count())
-        with torch.cuda.stream(torch.cuda.Stream()):
-            results.put((rank, measure(comm, case, lambda: barrier.wait(WAIT_S))))
-    except BaseException:
-        barrier.abort()
-        results.put((rank, {"error": traceback.format_exc()[-1500:]}))
-
-
-def run_processes(case: dict[str, Any]) -> dict[str, Any]:
-    context, case = mp.get_context("spawn"), {**case, "mode": "one process per rank"}
-    ids, barrier, results = context.Queue(), bench_ll.SpinBarrier(case["ranks"]), context.Queue()
-    processes = [context.Process(target=run_process, args=(r, case, ids, barrier, results), daemon=True) for r in range(case["ranks"])]
-    for p in processes:
-        p.start()
-    try:
-        got = dict(results.get(timeout=WAIT_S) for _ in processes)
-    except queue.Empty:
-        return {**case, "error": f"no answer in {WAIT_S} s"}
-    finally:
-        for p in processes:
-            p.kill()
-    errors = [g["error"] for g in got.values() if "error" in g]
-    return {**case, "error": errors[0]} if errors else summary(case, [got[r] for r in sorted(got)])
-
-
 COLUMNS = ("layout", "tokens", "ranks", "sms", "pair_us", "step_us", "update_us", "dispatch_us", "both_passes_us", "host_us", "floor_us", "share",
            "verified")
 
@@ -303,7 +266,7 @@ def main() -> int:
     bad = 0
     for case in cases(args):
         try:
-            row = run_processes(case) if args.processes else run_local(case)
+            row = bench_ll.run_processes(case, measure, summary) if args.processes else run_local(case)
         except Exception:
             row = {**case, "error": traceback.format_exc()[-1500:]}
         torch.cuda.empty_cache()

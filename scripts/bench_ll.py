@@ -254,7 +254,7 @@ class SpinBarrier:
         self.rounds[-1] = 1
 
 
-def run_process(rank: int, case: dict[str, Any], ids: Any, barrier: Any, results: Any) -> None:
+def run_process(rank: int, case: dict[str, Any], measured: Callable[..., dict[str, Any]], ids: Any, barrier: Any, results: Any) -> None:
     barrier.rank = rank
     try:
         os.environ["LOCAL_RANK"] = "0"
@@ -266,16 +266,18 @@ def run_process(rank: int, case: dict[str, Any], ids: Any, barrier: Any, results
             unique = ids.get(timeout=WAIT_S)
         comm = Communicator.init(case["ranks"], rank, unique, device=rank % torch.cuda.device_count())
         with torch.cuda.stream(torch.cuda.Stream()):
-            results.put((rank, measure(comm, case, lambda: barrier.wait(WAIT_S))))
+            results.put((rank, measured(comm, case, lambda: barrier.wait(WAIT_S))))
     except BaseException:
         barrier.abort()
         results.put((rank, {"error": traceback.format_exc()[-1500:]}))
 
 
-def run_processes(case: dict[str, Any]) -> dict[str, Any]:
-    context = mp.get_context("spawn")
+def run_processes(case: dict[str, Any], measured: Callable[..., dict[str, Any]] = measure,
+                  summed: Callable[[dict[str, Any], list[dict[str, Any]]], dict[str, Any]] = summary) -> dict[str, Any]:
+    """`measured(comm, case, meet)` in one process per rank, and what `summed` makes of their answers; ``error`` if one fails or does not answer."""
+    context, case = mp.get_context("spawn"), {**case, "mode": "one process per rank"}
     ids, barrier, results = context.Queue(), SpinBarrier(case["ranks"]), context.Queue()
-    processes = [context.Process(target=run_process, args=(r, case, ids, barrier, results), daemon=True) for r in range(case["ranks"])]
+    processes = [context.Process(target=run_process, args=(r, case, measured, ids, barrier, results), daemon=True) for r in range(case["ranks"])]
     for p in processes:
         p.start()
     try:
@@ -286,8 +288,7 @@ def run_processes(case: dict[str, Any]) -> dict[str, Any]:
         for p in processes:
             p.kill()
     errors = [g["error"] for g in got.values() if "error" in g]
-    return {**case, "mode": "one process per rank", "error": errors[0]} if errors else summary({**case, "mode": "one process per rank"},
-                                                                                               [got[r] for r in sorted(got)])
+    return {**case, "error": errors[0]} if errors else summed(case, [got[r] for r in sorted(got)])
 
 
 def floors() -> dict[str, Any]:

@@ -45,6 +45,11 @@ def plan(action: str, cuda: int) -> list[list[str]]:
     return [CPU_TORCH, ["-e", f"{ROOT}[cu12,test]" if testing else str(ROOT)]]
 
 
+def is_whole(home: pathlib.Path) -> bool:
+    """Whether an environment is there with its pip, which venv installs last."""
+    return (home / "bin" / "python").exists() and any(home.glob("lib/python*/site-packages/pip/__main__.py"))
+
+
 def prepare(action: str) -> pathlib.Path:
     """The environment's python, with everything `action` needs installed."""
     python = HOME / "bin" / "python"
@@ -54,8 +59,8 @@ def prepare(action: str) -> pathlib.Path:
     done = marker.read_text().split("\0") if marker.exists() else []
     if note in done:
         return python
-    if not python.exists():
-        venv.create(HOME, with_pip=True)
+    if not is_whole(HOME):
+        venv.create(HOME, with_pip=True)   # also completes one whose creation was interrupted
     for arguments in wanted:
         subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments], check=True)
     marker.write_text("\0".join([*done, note]))
@@ -67,6 +72,9 @@ def main() -> int:
     action, rest = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
     commands = {"demo": ["-m", "ncclep_py", "demo", *rest], "doctor": ["-m", "ncclep_py", "doctor", *rest], "test": ["-m", "pytest", "-q", *rest],
                 "prepare": ["-m", "pip", "check"]}
+    if action in ("-h", "--help"):
+        sys.stdout.write(__doc__ or "")
+        return 0
     if action not in commands:
         sys.stderr.write(__doc__ or "")
         return 2

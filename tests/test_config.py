@@ -267,3 +267,10 @@ def test_failures_that_every_rank_sees() -> None:
     seen = {code: record(code, seen=1, expected=2).exception(SENTENCES).everywhere for code in Code}
     own = {Code.OVERFLOW, Code.STALE_SLOT, Code.EXCLUDED, Code.MASKED, Code.CAME_LATE, Code.WROTE_LATE}
     assert {code for code, everywhere in seen.items() if not everywhere} == own
+
+
+def test_signature_difference_names_layouts_and_types() -> None:
+    a = Signature(OpKind.DISPATCH, Layout.EXPERT_MAJOR, 0, 0, 0, 8, 64)
+    assert a.difference(dataclasses.replace(a, layout=Layout.RANK_MAJOR)) == "layout expert_major here, rank_major there"
+    assert a.difference(dataclasses.replace(a, token_type=2)) == "token_type bf16 here, fp32 there"
+    assert dataclasses.replace(a, recipe=1).difference(dataclasses.replace(a, recipe=1, token_type=2)) == "token_type 0 here, 2 there"

@@ -223,3 +223,17 @@ def test_commands_the_readme_names_exist() -> None:
 
     for command in set(re.findall(r"python -m ncclep_py (\w+)", README)):
         assert command in COMMANDS and importlib.import_module(f"ncclep_py.{command}").main
+
+
+@pytest.mark.parametrize(("words", "told"), [(["--ranks", "many"], "argument --ranks: invalid int value: 'many'"), (["--layout", "heap"], "--layout"),
+                                             (["--nothing"], "--nothing")])
+def test_a_bad_command_line_is_json_where_json_was_asked_for(capsys: Any, words: list[str], told: str) -> None:
+    for as_json in (True, False):
+        with pytest.raises(SystemExit) as ended:
+            main(["demo", *words, *(["--json"] if as_json else [])])
+        out, err = capsys.readouterr()
+        assert ended.value.code == 2
+        if as_json:
+            assert err == "" and told in json.loads(out)["error"] and json.loads(out)["verified"] is False
+        else:
+            assert out == "" and told in err

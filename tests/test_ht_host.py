@@ -643,3 +643,57 @@ def test_ids_are_checked_in_checked_mode() -> None:
                 handle.update(torch.tensor([[0, 1], [6 - comm.rank, 2]]))
 
     run(2, program)
+
+
+def test_calls_that_raise_before_they_take_part_are_refused_on_every_rank() -> None:
+    """A closed handle, nothing to combine, no free slot, on one rank only; the next good step is right."""
+    cfg = config()
+    case = Case(cfg, Layout.FLAT, [8, 3, 5])
+
+    def program(comm: Any) -> None:
+        r = comm.rank
+        with Group.create(comm, cfg) as group:
+            handle, spare = case.handle(group, r), case.handle(group, r)
+
+            def refused(call: Callable[[], Any], error: type[Exception], words: str) -> None:
+                with pytest.raises(error if r == 1 else EpRefusedError, match=words if r == 1 else "rank 1 refused the call"):
+                    call()
+                group.check()
+                comm.barrier()
+
+            handle.update(case.ids[r])
+            case.forward(r, handle)
+            held = list(group.slot_owner)
+            for call, words in ((lambda: handle.combine(case.rows[r]), "combine needs a forward dispatch"),
+                                (lambda: handle.dispatch(case.tokens[r], topk_weights=case.weights[r]), f"all {len(held)} slots hold dispatches")):
+                if r == 1:   # as if other handles had them all
+                    group.slot_owner[:] = [99] * len(held)
+                refused(call, EpError, words)
+                group.slot_owner[:] = held
+            if r == 1:
+                spare.close()
+            refused(lambda: spare.update(case.ids[r]), EpClosedError, "cannot update: the handle is closed")
+            handle.update(case.ids[r])
+            case.forward(r, handle)
+            equal(handle.combine(case.rows[r]), case.combined[r].tokens, "after refusals")
+
+    run(3, program)
+
+
+def test_a_slot_that_holds_another_dispatch_is_named() -> None:
+    cfg = config()
+    case = Case(cfg, Layout.FLAT, [8, 3])
+
+    def program(comm: Any) -> None:
+        with Group.create(comm, cfg) as group:
+            handle = case.handle(group, comm.rank)
+            handle.update(case.ids[comm.rank])
+            case.forward(comm.rank, handle)
+            at = group.local_map.header(0)
+            group._local[at: at + 16].view(torch.int64)[1] = 77 << 32
+            comm.synchronize()
+            handle.combine(case.rows[comm.rank])
+            with pytest.raises(EpStaleError, match=f"a dispatch of handle 77, not of handle {handle.id}$"):
+                group.check()
+
+    run(2, program)

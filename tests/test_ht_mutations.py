@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pytest
 import torch
 from test_mutations import effect_mutants, mutant
@@ -174,3 +175,14 @@ def test_an_update_between_dispatch_and_combine_of_another_handle_is_green() -> 
         p.play("D0 U1 X0 C0 D1 U0 X1 C1")
         p.sim.run()
         p.check()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_dispatch_that_timed_out_leaves_nothing_to_combine(kept: bool) -> None:
+    change = [("store_header(header, epoch, 0)", "pass")] if kept else []
+    p = program(0, faults=Faults(timeouts=True), dispatch=mutant(ht_dispatch.make_ht_dispatch, *change))
+    p.play("U D")
+    p.dispatch(0, ranks=[0, 1])   # rank 2 never comes
+    p.sim.run()
+    header = p.local[0][p.shapes[0].local.header(0):][:16].view(np.int64)[1]
+    assert (header != 0) == kept

@@ -85,6 +85,8 @@ def test_prepare_installs_once_per_plan(setup: Any, monkeypatch: pytest.MonkeyPa
         assert with_pip
         (where / "bin").mkdir(parents=True)
         (where / "bin" / "python").touch()
+        (where / "lib" / "python3" / "site-packages" / "pip").mkdir(parents=True)
+        (where / "lib" / "python3" / "site-packages" / "pip" / "__main__.py").touch()
 
     monkeypatch.setattr(setup.venv, "create", create)
     monkeypatch.setattr(setup.subprocess, "run", lambda command, check: calls.append(list(map(str, command))))
@@ -113,7 +115,7 @@ def test_a_failed_installation_is_not_taken_for_done(setup: Any, monkeypatch: py
     assert not (tmp_path / "ncclep-ready.txt").exists()
 
 
-@pytest.mark.parametrize("arguments", [[], ["install"], ["--help"]])
+@pytest.mark.parametrize("arguments", [[], ["install"], ["--helpp"]])
 def test_anything_else_says_how_to_use_it(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "python3 scripts/setup.py demo" in done.stderr and "python3 scripts/setup.py test" in done.stderr
@@ -142,3 +144,22 @@ def test_the_command_and_its_exit_code_pass_through(setup: Any, monkeypatch: pyt
         monkeypatch.setattr(setup.sys, "argv", ["setup.py", *words])
         assert setup.main() == 7
         assert ran[-1] == (["/x/python", *want], ROOT)
+
+
+def test_help_is_no_error() -> None:
+    for word in ("-h", "--help"):
+        done = subprocess.run([sys.executable, SCRIPT, word], capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "setup.py demo" in done.stdout and done.stderr == ""
+
+
+def test_an_interrupted_environment_is_completed(setup: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Its python is there, pip is not: venv makes the environment before it installs pip."""
+    calls: list[list[str]] = []
+    setup.venv.create(tmp_path / "env", with_pip=False)
+    (tmp_path / "env" / "mine").write_text("kept")
+    real = subprocess.run
+    monkeypatch.setattr(setup, "HOME", tmp_path / "env")
+    monkeypatch.setattr(setup.subprocess, "run", lambda words, **how: real(words, **how) if "install" not in words else calls.append(words))
+    assert not setup.is_whole(tmp_path / "env")
+    setup.prepare("demo")
+    assert setup.is_whole(tmp_path / "env") and (tmp_path / "env" / "mine").exists() and len(calls) == len(setup.plan("demo", setup.driver_cuda()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ncclep_py.errors import Code
 from ncclep_py.kernels.ht_shape import HTShape
 from ncclep_py.kernels.ops import Vocabulary
 
@@ -25,6 +26,7 @@ def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
     SCALE_BYTES, SCALES = shape.wire.scale_bytes, shape.window.recv_rows * shape.sent_bytes
     HEADS, ARRIVED, IDX, WEIGHTS = shape.window.heads, shape.window.arrived, shape.window.slot_idx, shape.window.slot_weights
     EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
+    REFUSED, MISMATCH = int(Code.REFUSED), int(Code.MISMATCH)
     HEADER, ZONES, ROUTES, PLACES = shape.maps.header, shape.maps.zones, shape.maps.routes, shape.maps.places
     block_idx, warp_idx, read_epoch, advance_epoch = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch
     end_token, warp_token, token_step = ops.end_token, ops.warp_token, ops.token_step
@@ -73,6 +75,8 @@ def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
             if warp_idx() == 0:
                 if code != 0:
                     publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
+                    if code != REFUSED and code != MISMATCH:   # in these nobody wrote a row: what the slot held it still holds
+                        store_header(header, epoch, 0)
                 else:
                     check_rows(maps + ZONES, LOCAL_EXPERTS, rows, rank, epoch, fail, record)
                     store_header(header, epoch, handle)

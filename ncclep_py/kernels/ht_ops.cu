@@ -168,7 +168,7 @@ INLINE void place_zones(Counters c, int experts, int ranks, bool by_rank, i64 al
   }
 }
 OP ep_ht_assign(i64 topk_idx, i64 idx_bytes, i64 num_tokens, i64 num_topk, i64 num_experts, i64 num_ranks, i64 by_rank, i64 chunks, i64 alignment,
-                i64 budget, i64 rank, i64 routes, i64 places) {
+                i64 budget, i64 rank, i64 routes, i64 place_table) {
   Counters c = counters(num_experts, num_ranks, by_rank);
   int first_key = c.columns - c.keys, k_all = int(num_topk), at_once = 32 / k_all, local = int(num_experts / num_ranks);
   place_zones(c, int(num_experts), int(num_ranks), by_rank, alignment);
@@ -214,14 +214,14 @@ OP ep_ht_assign(i64 topk_idx, i64 idx_bytes, i64 num_tokens, i64 num_topk, i64 n
         i64 base = i64(token) * k_all;
         if (kept) ((i64*)routes)[base + before] = i64(by_rank ? __popc(distinct_lanes & p.mates) : 1) << 48 | i64(p.rank) << 32 | row;
         if (k >= __popc(kept_lanes)) ((i64*)routes)[base + k] = -1;
-        ((i64*)places)[base + k] = found ? i64(e) << 40 | i64(by_rank ? column : 0) << 32 | my_row : -1;
+        ((i64*)place_table)[base + k] = found ? i64(e) << 40 | i64(by_rank ? column : 0) << 32 | my_row : -1;
       }
     }
   }
   __syncthreads();
   return 0;
 }
-OP ep_ht_publish_kept(i64 window, i64 kept, i64 places, i64 num_tokens, i64 num_topk, i64 num_experts, i64 num_ranks, i64 by_rank, i64 budget,
+OP ep_ht_publish_kept(i64 window, i64 kept_rows, i64 place_table, i64 num_tokens, i64 num_topk, i64 num_experts, i64 num_ranks, i64 by_rank, i64 budget,
                       i64 rank, i64 epoch) {
   Counters c = counters(num_experts, num_ranks, by_rank);
   int local = int(num_experts / num_ranks);
@@ -230,15 +230,15 @@ OP ep_ht_publish_kept(i64 window, i64 kept, i64 places, i64 num_tokens, i64 num_
   for (int e = threadIdx.x; e < num_experts; e += blockDim.x) c.lower[e] = 0;
   __syncthreads();
   for (i64 i = threadIdx.x; cut && i < num_tokens * num_topk; i += blockDim.x) {
-    i64 place = ((const i64*)places)[i], first = i - i % num_topk;
+    i64 place = ((const i64*)place_table)[i], first = i - i % num_topk;
     bool counts = place >= 0;
-    for (i64 j = first; j < i; ++j) counts = counts && ((const i64*)places)[j] != place;
+    for (i64 j = first; j < i; ++j) counts = counts && ((const i64*)place_table)[j] != place;
     if (counts) atomicAdd(&c.lower[place >> 40], 1);
   }
   __syncthreads();
   for (int e = threadIdx.x; cut && e < num_experts; e += blockDim.x) {
     int p = e / local;
-    if (c.rank_total[p] > u32(budget)) store_relaxed_sys(peer_at(window, kept + (rank * local + e % local) * 8, p), tagged(epoch, c.lower[e]));
+    if (c.rank_total[p] > u32(budget)) store_relaxed_sys(peer_at(window, kept_rows + (rank * local + e % local) * 8, p), tagged(epoch, c.lower[e]));
   }
   return 0;
 }
@@ -248,7 +248,7 @@ INLINE void put(i64 base, i64 i, i64 bytes, i64 value) {
   else ((int*)base)[i] = int(value);
 }
 INLINE i64 totals_at(i64 zones, i64 num_local) { return zones + (12 * num_local + 7) / 8 * 8; }
-OP ep_ht_store_zones(i64 window, i64 kept, i64 rank, i64 num_ranks, i64 num_experts, i64 by_rank, i64 alignment, i64 budget, i64 trap, i64 zones,
+OP ep_ht_store_zones(i64 window, i64 kept_rows, i64 rank, i64 num_ranks, i64 num_experts, i64 by_rank, i64 alignment, i64 budget, i64 trap, i64 zones,
                      i64 expert_counters, i64 expert_offsets, i64 unpadded, i64 total, i64 int_bytes, i64 epoch, i64 fail, i64 record, i64 timeout) {
   Counters c = counters(num_experts, num_ranks, by_rank);
   int local = int(num_experts / num_ranks), code = 0;
@@ -257,7 +257,7 @@ OP ep_ht_store_zones(i64 window, i64 kept, i64 rank, i64 num_ranks, i64 num_expe
   u32* count = c.all + rank * local;
   if (cut) for (int l = threadIdx.x; l < local; l += blockDim.x) count[l] = 0;
   __syncthreads();
-  u64 words = peer_at(window, kept, rank), started = nanoseconds();
+  u64 words = peer_at(window, kept_rows, rank), started = nanoseconds();
   for (u32 i = threadIdx.x; cut && i < u32(num_ranks) * local && !code; i += blockDim.x) {
     u64 value;
     code = wait_tag(words + 8 * i, epoch, started, timeout, &value);
@@ -316,12 +316,12 @@ OP ep_ht_scatter_row(i64 window, i64 slot, i64 tokens, i64 routes, i64 token, i6
   }
   return 0;
 }
-OP ep_ht_scatter_weights(i64 window, i64 recv_idx, i64 recv_weights, i64 weights, i64 routes, i64 places, i64 token, i64 num_topk, i64 num_experts,
+OP ep_ht_scatter_weights(i64 window, i64 recv_idx, i64 recv_weights, i64 weights, i64 routes, i64 place_table, i64 token, i64 num_topk, i64 num_experts,
                          i64 num_ranks, i64 by_rank, i64 global_ids) {
   i64 route = route_of(routes, token, num_topk), place = -1, local = num_experts / num_ranks;
   float weight = 0.f, sum = 0.f;
   if (lane() < num_topk) {
-    place = ((const i64*)places)[token * num_topk + lane()];
+    place = ((const i64*)place_table)[token * num_topk + lane()];
     weight = load_weight(weights + 4 * (token * num_topk + lane()));
   }
   for (u32 left = by_rank ? __ballot_sync(~0u, route >= 0) : 0; left; left &= left - 1) {   // columns without an id
@@ -364,16 +364,16 @@ OP ep_ht_zero_pads(i64 window, i64 slot, i64 zones, i64 rank, i64 num_local, i64
   }
   return 0;
 }
-OP ep_ht_clear_ids(i64 window, i64 recv_idx, i64 recv_weights, i64 zones, i64 rank, i64 num_local, i64 num_topk, i64 rows) {
+OP ep_ht_clear_ids(i64 window, i64 recv_idx, i64 recv_weights, i64 zones, i64 rank, i64 num_local, i64 num_topk, i64 visible) {
   i64 received = *(const i64*)totals_at(zones, num_local);
   i64* idx = (i64*)peer_at(window, recv_idx, rank);
   float* weights = (float*)peer_at(window, recv_weights, rank);
-  for (i64 i = received * num_topk + worker() * 32 + lane(); i < rows * num_topk; i += workers() * 32) idx[i] = -1, weights[i] = 0.f;
+  for (i64 i = received * num_topk + worker() * 32 + lane(); i < visible * num_topk; i += workers() * 32) idx[i] = -1, weights[i] = 0.f;
   return 0;
 }
-OP ep_ht_check_rows(i64 zones, i64 num_local, i64 rows, i64 rank, i64 epoch, i64 fail, i64 record) {
+OP ep_ht_check_rows(i64 zones, i64 num_local, i64 visible, i64 rank, i64 epoch, i64 fail, i64 record) {
   i64 received = *(const i64*)totals_at(zones, num_local);
-  if (received > rows && lane() == 0) note(fail, record, OVERFLOW, epoch, SLOT, rank, rank, rank, received, rows);
+  if (received > visible && lane() == 0) note(fail, record, OVERFLOW, epoch, SLOT, rank, rank, rank, received, visible);
   return 0;
 }
 
@@ -389,9 +389,9 @@ OP ep_ht_gather_row(i64 window, i64 slot, i64 routes, i64 out, i64 token, i64 nu
   else gather<2>(mine, 1.f, live, to, begin, end);
   return 0;
 }
-OP ep_ht_gather_weights(i64 window, i64 recv_weights, i64 places, i64 grads, i64 token, i64 num_topk, i64 num_experts, i64 num_ranks, i64 by_rank) {
+OP ep_ht_gather_weights(i64 window, i64 recv_weights, i64 place_table, i64 grads, i64 token, i64 num_topk, i64 num_experts, i64 num_ranks, i64 by_rank) {
   if (lane() >= num_topk) return 0;
-  i64 place = ((const i64*)places)[token * num_topk + lane()];
+  i64 place = ((const i64*)place_table)[token * num_topk + lane()];
   float grad = 0.f;
   if (place >= 0) {
     i64 at = i64(u32(place));
@@ -403,9 +403,9 @@ OP ep_ht_gather_weights(i64 window, i64 recv_weights, i64 places, i64 grads, i64
 }
 
 // ---- a caller's own tensors ------------------------------------------------------------------------------------------------------------------------
-OP ep_ht_copy_rows(i64 source, i64 target, i64 zones, i64 num_local, i64 rows, i64 row_bytes) {
+OP ep_ht_copy_rows(i64 source, i64 target, i64 zones, i64 num_local, i64 visible, i64 row_bytes) {
   const int IN_FLIGHT = 4;
-  i64 bytes = min(*(const i64*)totals_at(zones, num_local), rows) * row_bytes, vectors = bytes / 16;
+  i64 bytes = min(*(const i64*)totals_at(zones, num_local), visible) * row_bytes, vectors = bytes / 16;
   for (i64 v = i64(worker()) * 32 * IN_FLIGHT; v < vectors; v += i64(workers()) * 32 * IN_FLIGHT) {
     uint4 held[IN_FLIGHT];
     #pragma unroll
@@ -413,7 +413,7 @@ OP ep_ht_copy_rows(i64 source, i64 target, i64 zones, i64 num_local, i64 rows, i
     #pragma unroll
     for (int j = 0; j < IN_FLIGHT; ++j) { i64 i = v + j * 32 + lane(); if (i < vectors) store_row(target + 16 * i, held[j]); }
   }
-  i64 word = vectors * 4 + lane();   // rows of 4-byte words
+  i64 word = vectors * 4 + lane();   // visible of 4-byte words
   if (worker() == 0 && word < bytes / 4) ((u32*)target)[word] = ((const u32*)source)[word];
   return 0;
 }
