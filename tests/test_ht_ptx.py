@@ -22,7 +22,7 @@ MUTANTS = {
     "no barrier before the kept rows are counted": ("ht_publish_kept", "= 0;\n" + BARRIER, "= 0;\n"),
     "no barrier after the kept rows came": ("ht_store_zones", "__syncthreads_or(code)", "code"),
     "no barrier before the kept rows are added": ("ht_store_zones", BARRIER, ""),
-    "routes through the read-only cache": ("ht_publish_kept", "i64 place = ((const i64*)places)[i]", "i64 place = __ldg((const i64*)places + i)"),
+    "routes through the read-only cache": ("ht_publish_kept", "i64 place = ((const i64*)place_table)[i]", "i64 place = __ldg((const i64*)place_table + i)"),
     "header through the read-only cache": ("ht_map_status", "((const i64*)header)[1]", "__ldg((const i64*)header + 1)"),
     "zones through the read-only cache": ("ht_clear_ids", "= *(const i64*)totals_at(zones, num_local);",
                                           "= __ldg((const i64*)totals_at(zones, num_local));"),
