@@ -225,6 +225,7 @@ class _LoadedKernel(Kernel):
         self.prepared: dict[int, Any] = {}
 
     def enqueue(self, values: Sequence[int], num_blocks: int, label: str) -> None:
+        import torch
 
         launch = self.prepared.get(num_blocks)
         if launch is None:
