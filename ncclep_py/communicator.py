@@ -270,7 +270,7 @@ class NcclRank(Communicator):
         from ncclep_py import launch
 
         launch.check_loaded_nccl(_loaded_version())
-        loaded = launch.load(launch.compile_kernel(launch.KernelSpec(name, shape), _arch(self.device)))
+        loaded = launch.load(launch.compile_kernel(launch.KernelSpec(name, shape), arch_of(self.device)))
         per_sm = launch.occupancy(loaded, BLOCK_THREADS, shared_bytes)
         room = per_sm * self.multiprocessors()
         if num_blocks > room:
@@ -313,7 +313,8 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _arch(device: torch.device) -> str:
+def arch_of(device: torch.device) -> str:
+    """A device's architecture as compilers name it."""
     import torch
 
     major, minor = torch.cuda.get_device_capability(device)

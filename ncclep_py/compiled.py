@@ -32,7 +32,7 @@ from ncclep_py.kernels import (
 from ncclep_py.kernels.ht_shape import HTShape
 from ncclep_py.kernels.shape import KernelShape
 
-__all__ = ["KERNELS", "CompiledKernel", "KernelSpec", "compile_kernel", "fingerprint", "parameters_of"]
+__all__ = ["KERNELS", "CompiledKernel", "KernelSpec", "compile_kernel", "device_ltoir", "fingerprint", "parameters_of"]
 
 KERNELS: dict[str, tuple[Callable[..., Callable[..., None]], tuple[str, ...]]] = {
     "ll_dispatch": (ll_dispatch.make_ll_dispatch, ll_dispatch.PARAMETERS),
@@ -116,7 +116,7 @@ def _own_sources(spec: KernelSpec) -> dict[str, str]:
     return {"factory": hashlib.sha256(code).hexdigest()}
 
 
-def _device_ltoir(arch: str, lineinfo: bool, cache: KernelCache) -> bytes:
+def device_ltoir(arch: str, lineinfo: bool, cache: KernelCache) -> bytes:
     """The device functions as LTO-IR, through the cache."""
     name, key = f"device_ops-{arch}", cache.key(_device_fingerprint(arch, lineinfo))
     found = cache.load(name, key)
@@ -127,7 +127,8 @@ def _device_ltoir(arch: str, lineinfo: bool, cache: KernelCache) -> bytes:
 
 
 def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, lineinfo: bool = False) -> CompiledKernel:
-    """The kernel for `arch`, from the disk cache or compiled now. `lineinfo` keeps source lines for profilers."""
+    """The kernel for `arch`, from the disk cache or compiled now. `lineinfo` keeps the source lines of the device
+    functions for profilers (numba's for the kernel itself cannot be linked with them: their debug formats differ)."""
     recipe = "NVFP4" if spec.name == "ll_nvfp4_combine" else "DS_FP8" if spec.shape.wire.quantise else None
     if recipe and toolchain.capability(arch) < FP8_CAPABILITY:
         raise NotImplementedError(f"{recipe} needs a GPU that converts to E4M3, of compute capability 8.9 or newer; this one is {arch}: quantise "
@@ -140,9 +141,9 @@ def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, lineinfo: bool = Fa
         info, cubin = found
         return CompiledKernel(spec.name, info["symbol"], cubin, info)
     started = time.perf_counter()
-    device = _device_ltoir(arch, lineinfo, cache)
+    device = device_ltoir(arch, lineinfo, cache)
     factory, parameters = KERNELS[spec.name]
-    cubin = toolchain.link([toolchain.kernel_ltoir(factory, spec.shape, parameters, arch, lineinfo), device], arch, lineinfo)
+    cubin = toolchain.link([toolchain.kernel_ltoir(factory, spec.shape, parameters, arch), device], arch, lineinfo)
     symbols = [s for s in cubin_file.entry_symbols(cubin) if spec.name in s]
     if len(symbols) != 1:
         raise RuntimeError(f"the cubin of {spec.name} should hold one kernel of that name, it holds {symbols}")

@@ -7,12 +7,15 @@ operation: kernels wait for other ranks' kernels, so all ranks' kernels are laun
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ncclep_py.communicator import Communicator, Kernel, NcclRank, SymmetricWindow, _nccl, finish_window, window_of
+from ncclep_py.communicator import BLOCK_THREADS, Communicator, Kernel, NcclRank, SymmetricWindow, _nccl, arch_of, finish_window, window_of
+from ncclep_py.compiled import KernelSpec
 from ncclep_py.errors import EpClosedError, EpPeerError, EpRefusedError
+from ncclep_py.fused import FusedKernel, FusedStream
 from ncclep_py.kernels.shape import KernelShape
 from ncclep_py.rank_thread import RankThread
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["LocalWorld"]
 
 Program = Callable[..., Any]
+_Launch = tuple[Kernel, Sequence[int], int]
+"""Kernel, values and blocks of a rank's launch."""
 
 
 @dataclasses.dataclass
@@ -57,10 +62,14 @@ class LocalWorld:
         blocks, warps: grid of the simulator's kernels.
         faults: what may go wrong in the simulator, see ``simulator.Faults``.
         threads: run each rank program in a thread of its own (still one at a time), for programs whose backward passes call operations.
+        fused: launch each operation of all ranks as one grid (``ncclep_py.fused``), so that profilers and sanitizers, which run one kernel at a
+            time, can be used; backend nccl, all ranks on one device. Operations that differ between ranks, and graphs, are launched per rank
+            all the same. Default: whether the environment variable NCCLEP_FUSED is 1.
     """
 
     def __init__(self, num_ranks: int, backend: str = "auto", *, devices: Sequence[int] | None = None, seed: int = 0, mode: str = "fair",
-                 blocks: int = 2, warps: int = 2, faults: Faults | None = None, threads: bool = False) -> None:
+                 blocks: int = 2, warps: int = 2, faults: Faults | None = None, threads: bool = False,
+                 fused: bool | None = None) -> None:
         if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
             raise TypeError(f"num_ranks must be an int, got {type(num_ranks).__name__}: {num_ranks!r}")
         if num_ranks < 1:
@@ -70,6 +79,7 @@ class LocalWorld:
         self.num_ranks = num_ranks
         self.backend = _default_backend() if backend == "auto" else backend
         self.threads = threads
+        self.fused: FusedStream | None = None
         self._tasks: list[_Task] = []
         self._closed = False
         self.communicators: list[Communicator] = []
@@ -79,9 +89,9 @@ class LocalWorld:
             self.simulator = Simulator(num_ranks, seed=seed, mode=mode, blocks=blocks, warps=warps, faults=faults)
             self.communicators = [_SimRank(self, r) for r in range(num_ranks)]
         else:
-            self._open_nccl(devices)
+            self._open_nccl(devices, os.environ.get("NCCLEP_FUSED") == "1" if fused is None else fused)
 
-    def _open_nccl(self, devices: Sequence[int] | None) -> None:
+    def _open_nccl(self, devices: Sequence[int] | None, fused: bool) -> None:
         import torch
 
         if not torch.cuda.is_available():
@@ -89,10 +99,13 @@ class LocalWorld:
         where = list(devices) if devices is not None else [r % torch.cuda.device_count() for r in range(self.num_ranks)]
         if len(where) != self.num_ranks:
             raise ValueError(f"devices must name one device per rank, {self.num_ranks}, got {len(where)}")
+        if fused and len(set(where)) > 1:
+            raise ValueError(f"fused needs all ranks on one device, devices are {where}")
         for device in sorted(set(where)):
             torch.zeros(1, device=f"cuda:{device}")
         comms = _nccl().Communicator.init_all(devices=where)
         self.communicators = [_LocalNcclRank(self, c, r, self.num_ranks, where[r], where.count(where[r])) for r, c in enumerate(comms)]
+        self.fused = FusedStream(self.communicators[0].device) if fused else None
 
     # ---- running rank programs --------------------------------------------------------------------------------------
     def run(self, program: Program, *args: Any) -> list[Any]:
@@ -276,7 +289,14 @@ class _LocalNcclRank(NcclRank):
 
     def submit(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor], *,
                refusing: bool = False) -> bool:
-        return self._together(lambda: kernel.enqueue(values, num_blocks, label), refusing)
+        return self._together(lambda: kernel.enqueue(values, num_blocks, label), refusing, (kernel, values, num_blocks))
+
+    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int) -> Kernel:
+        kernel = super().kernel(name, shape, shared_bytes, num_blocks)
+        if self.world.fused is not None:
+            kernel.fused = FusedKernel.load(KernelSpec(name, shape), arch_of(self.device), BLOCK_THREADS, shared_bytes, num_blocks,   # type: ignore[attr-defined]
+                                            self.num_ranks, self.multiprocessors())
+        return kernel
 
     def together(self, action: Callable[[], None]) -> None:
         self._together(action, False)
@@ -284,11 +304,11 @@ class _LocalNcclRank(NcclRank):
     def sit_out(self) -> None:
         self._together(lambda: None, False)
 
-    def _together(self, action: Callable[[], None], refusing: bool) -> bool:
+    def _together(self, action: Callable[[], None], refusing: bool, launch: _Launch | None = None) -> bool:
         if self.capturing():   # nothing runs, so nobody waits
             action()
             return False
-        return self.world.step(_Step("an operation", (self, action, refusing), _call_all))
+        return self.world.step(_Step("an operation", (self, action, refusing, launch), _call_all))
 
     def close(self) -> None:
         if not self._closed:
@@ -298,15 +318,29 @@ class _LocalNcclRank(NcclRank):
 
 def _call_all(requests: list[Any]) -> list[bool]:
     """Launch for all ranks; if one refuses, wait until the refusal has reached all."""
-    for comm, action, _ in requests:
-        with comm.own_streams():
-            action()
-    refused = any(refusing for _, _, refusing in requests)
+    world = requests[0][0].world
+    if world.fused is None or not _call_fused(world.fused, requests):
+        for comm, action, *_ in requests:
+            with comm.own_streams():
+                action()
+    refused = any(refusing for _, _, refusing, _ in requests)
     if refused:
-        for comm, _, _ in requests:
+        for comm, *_ in requests:
             with comm.own_streams():
                 comm.synchronize()
     return [refused] * len(requests)
+
+
+def _call_fused(fused: FusedStream, requests: list[Any]) -> bool:
+    """Launch one grid for all ranks, if all want the same one."""
+    launches = [launch for *_, launch in requests]
+    if any(launch is None for launch in launches):
+        return False
+    if len({(kernel.fused.loaded.compiled.info["key"], num_blocks) for kernel, _, num_blocks in launches}) > 1:
+        return False
+    kernel, _, num_blocks = launches[0]
+    fused.launch(kernel.fused, [values for _, values, _ in launches], num_blocks, [comm.own_streams().stream for comm, *_ in requests])
+    return True
 
 
 def _nccl_windows(requests: list[Any]) -> list[SymmetricWindow]:

@@ -180,8 +180,8 @@ def _nvrtc(result: tuple) -> Any:
     return result[1] if len(result) == 2 else None
 
 
-def kernel_ltoir(factory: Callable[..., Callable[..., None]], shape: object, parameters: Sequence[str], arch: str, lineinfo: bool = False) -> bytes:
-    """The kernel `factory` makes for `shape`, by numba to LTO-IR that calls the device functions by name."""
+def kernel_ltoir(factory: Callable[..., Callable[..., None]], shape: object, parameters: Sequence[str], arch: str, body: str = "") -> bytes:
+    """The kernel `factory` makes for `shape`, by numba to LTO-IR that calls the device functions by name; `body`: as a C function of that name."""
     try:
         from numba import cuda, types
     except ImportError as e:
@@ -192,8 +192,8 @@ def kernel_ltoir(factory: Callable[..., Callable[..., None]], shape: object, par
         return cuda.declare_device(f"ep_{name}", f"int64({', '.join(['int64'] * arity)})", abi="c")
 
     kernel = factory(shape, Vocabulary({name: declare(name, len(op.parameters)) for name, op in OPS.items()}))
-    code, _ = cuda.compile(kernel, (types.int64,) * len(parameters), device=False, cc=capability(arch), output="ltoir", abi="numba",
-                           lineinfo=lineinfo)
+    code, _ = cuda.compile(kernel, (types.int64,) * len(parameters), device=bool(body), cc=capability(arch), output="ltoir",
+                           abi="c" if body else "numba", abi_info={"abi_name": body} if body else None)
     return bytes(code)
 
 
