@@ -93,7 +93,8 @@ class FusedStream:
         for stream in streams:
             self.stream.wait_event(stream.record_event())
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            table = torch.tensor([[_signed(value) for value in row] for row in rows], dtype=torch.int64).pin_memory().to(self.device, non_blocking=True)
+            host = torch.tensor([[_signed(value) for value in row] for row in rows], dtype=torch.int64).pin_memory()
+            table = host.to(self.device, non_blocking=True)
             kernel.launch(table.data_ptr(), num_blocks, len(rows), self.stream.cuda_stream)
             done = self.stream.record_event()
         for stream in streams:

@@ -15,7 +15,6 @@ pytest.importorskip("numba.cuda", reason="needs an extra cu12 or cu13")
 from ncclep_py import cubin, fused, local_world, toolchain
 from ncclep_py.compiled import KernelSpec, compile_kernel, parameters_of
 from ncclep_py.config import GroupConfig, Layout
-from ncclep_py.kernels.ht_shape import HTShape
 from ncclep_py.kernels.shape import KernelShape
 
 LL = GroupConfig(num_experts=16, max_dispatch_tokens_per_rank=16, hidden=256, num_topk=2)
