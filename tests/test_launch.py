@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-core = pytest.importorskip("cuda.core", reason="needs an extra cu12 or cu13")
+pytest.importorskip("cuda.core", reason="needs an extra cu12 or cu13")
+
+import cuda.core as core
 
 from ncclep_py import launch
 from ncclep_py.communicator import BLOCK_THREADS, _LoadedKernel
