@@ -18,6 +18,8 @@ from ncclep_py.kernels.shape import KernelShape
 if TYPE_CHECKING:
     import torch
 
+    from ncclep_py.tracing import Tracer
+
 __all__ = ["Communicator", "Kernel", "NcclCommunicator", "SymmetricWindow"]
 
 EXCHANGE_BYTES = 8192
@@ -116,8 +118,12 @@ class Communicator(ABC):
         """Zeroed int64 words in host memory that kernels of this rank can write."""
 
     @abstractmethod
-    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int) -> Kernel:
-        """A loaded kernel. Compiles if it must; refuses grids that could not run at once."""
+    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None) -> Kernel:
+        """A loaded kernel. Compiles if it must; refuses grids that could not run at once. With a `tracer` its stamps are written."""
+
+    @abstractmethod
+    def tracer(self, num_blocks: int) -> Tracer:
+        """What the kernels of one group, of at most `num_blocks` blocks, stamp."""
 
     @abstractmethod
     def max_blocks(self) -> int:
@@ -266,17 +272,23 @@ class NcclRank(Communicator):
 
         return torch.zeros(count, dtype=torch.int64).pin_memory()
 
-    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int) -> Kernel:
+    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None) -> Kernel:
         from ncclep_py import launch
 
         launch.check_loaded_nccl(_loaded_version())
-        loaded = launch.load(launch.compile_kernel(launch.KernelSpec(name, shape), arch_of(self.device)))
+        compiled = launch.compile_kernel(launch.KernelSpec(name, shape), arch_of(self.device), trace=tracer is not None)
+        loaded = launch.load(compiled) if tracer is None else tracer.load(compiled, self.device.index)
         per_sm = launch.occupancy(loaded, BLOCK_THREADS, shared_bytes)
         room = per_sm * self.multiprocessors()
         if num_blocks > room:
             raise ValueError(f"max_num_sms gives {name} {num_blocks} blocks, but only {room} run at once on what this rank may use of its GPU; "
                              "blocks wait for other ranks, so all must fit")
         return _LoadedKernel(loaded, shared_bytes)
+
+    def tracer(self, num_blocks: int) -> Tracer:
+        from ncclep_py.tracing import DeviceTracer, buffer_bytes
+
+        return DeviceTracer(self.zeros(buffer_bytes(num_blocks), []), self.rank, num_blocks)
 
     def max_blocks(self) -> int:
         return max(1, min(self.multiprocessors(), self.gpu()[1] // self.ranks_on_device))

@@ -94,16 +94,17 @@ def parameters_of(name: str) -> tuple[str, ...]:
     return KERNELS[name][1]
 
 
-def _device_fingerprint(arch: str, lineinfo: bool) -> dict[str, str]:
+def _device_fingerprint(arch: str, lineinfo: bool, trace: bool = False) -> dict[str, str]:
     """Everything that decides the code of the device functions."""
     sources = digest_of("kernels/*.cu", "kernels/headers/**/*", "toolchain.py")
-    return {"arch": arch, "lineinfo": str(lineinfo), "device sources": sources} | toolchain.versions()
+    return {"arch": arch, "lineinfo": str(lineinfo), "trace": str(trace), "device sources": sources} | toolchain.versions()
 
 
-def fingerprint(spec: KernelSpec, arch: str, lineinfo: bool = False) -> dict[str, str]:
+def fingerprint(spec: KernelSpec, arch: str, lineinfo: bool = False, trace: bool = False) -> dict[str, str]:
     """Everything that decides a kernel's code; the key of the disk cache is its digest."""
     sources = digest_of("kernels/*.py", "compiled.py", "cubin.py")
-    return _device_fingerprint(arch, lineinfo) | {"kernel": spec.name, "shape": repr(spec.shape), "kernel sources": sources} | _own_sources(spec)
+    own = {"kernel": spec.name, "shape": repr(spec.shape), "kernel sources": sources}
+    return _device_fingerprint(arch, lineinfo, trace) | own | _own_sources(spec)
 
 
 def _own_sources(spec: KernelSpec) -> dict[str, str]:
@@ -116,32 +117,33 @@ def _own_sources(spec: KernelSpec) -> dict[str, str]:
     return {"factory": hashlib.sha256(code).hexdigest()}
 
 
-def device_ltoir(arch: str, lineinfo: bool, cache: KernelCache) -> bytes:
+def device_ltoir(arch: str, lineinfo: bool, cache: KernelCache, trace: bool = False) -> bytes:
     """The device functions as LTO-IR, through the cache."""
-    name, key = f"device_ops-{arch}", cache.key(_device_fingerprint(arch, lineinfo))
+    name, key = f"device_ops-{arch}", cache.key(_device_fingerprint(arch, lineinfo, trace))
     found = cache.load(name, key)
     if found is None:
-        found = {}, toolchain.compile_device(arch, lineinfo=lineinfo)
+        found = {}, toolchain.compile_device(arch, lineinfo=lineinfo, trace=trace)
         cache.store(name, key, *found)
     return found[1]
 
 
-def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, lineinfo: bool = False) -> CompiledKernel:
+def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, lineinfo: bool = False, trace: bool = False) -> CompiledKernel:
     """The kernel for `arch`, from the disk cache or compiled now. `lineinfo` keeps the source lines of the device
-    functions for profilers (numba's for the kernel itself cannot be linked with them: their debug formats differ)."""
+    functions for profilers (numba's for the kernel itself cannot be linked with them: their debug formats differ). `trace`: stamps are written
+    (``ncclep_py.tracing``), otherwise they leave nothing behind."""
     recipe = "NVFP4" if spec.name == "ll_nvfp4_combine" else "DS_FP8" if spec.shape.wire.quantise else None
     if recipe and toolchain.capability(arch) < FP8_CAPABILITY:
         raise NotImplementedError(f"{recipe} needs a GPU that converts to E4M3, of compute capability 8.9 or newer; this one is {arch}: quantise "
                                   "rows yourself and send them with QUANT_FWD, or leave the recipe out")
     toolchain.capability(arch)
     cache = KernelCache()
-    name, key = f"{spec.name}-{arch}", cache.key(fingerprint(spec, arch, lineinfo))
+    name, key = f"{spec.name}-{arch}", cache.key(fingerprint(spec, arch, lineinfo, trace))
     found = cache.load(name, key)
     if found is not None:
         info, cubin = found
         return CompiledKernel(spec.name, info["symbol"], cubin, info)
     started = time.perf_counter()
-    device = device_ltoir(arch, lineinfo, cache)
+    device = device_ltoir(arch, lineinfo, cache, trace)
     factory, parameters = KERNELS[spec.name]
     cubin = toolchain.link([toolchain.kernel_ltoir(factory, spec.shape, parameters, arch), device], arch, lineinfo)
     symbols = [s for s in cubin_file.entry_symbols(cubin) if spec.name in s]

@@ -182,6 +182,7 @@ class GroupConfig:
             AUTO means.
         overflow_policy: HT: what happens to rows beyond ``max_recv_tokens_per_rank``: TRAP (AUTO) drops them and every rank raises
             `EpOverflowError`, DROP drops them silently; needs an explicit budget.
+        trace: compile kernels with stamps, for `Group.timeline`; they are slower. May differ between ranks.
     """
 
     num_experts: int
@@ -201,6 +202,7 @@ class GroupConfig:
     max_token_bytes: int = AUTO
     zero_copy: ZeroCopyMode = ZeroCopyMode.AUTO
     overflow_policy: OverflowPolicy = OverflowPolicy.AUTO
+    trace: bool = False
 
     def __post_init__(self) -> None:
         _whole("num_experts", self.num_experts, 1, 1 << 16)
@@ -217,6 +219,8 @@ class GroupConfig:
         object.__setattr__(self, "overflow_policy", _member("overflow_policy", OverflowPolicy, self.overflow_policy))
         if self.algorithm is Algorithm.HIGH_THROUGHPUT:
             self._check_budget()
+        if not isinstance(self.trace, bool):
+            raise TypeError(f"trace must be a bool, got {type(self.trace).__name__}: {self.trace!r}")
         if not isinstance(self.enable_mask, bool):
             raise TypeError(f"enable_mask must be a bool, got {type(self.enable_mask).__name__}: {self.enable_mask!r}")
         if self.enable_mask and self.algorithm is not Algorithm.LOW_LATENCY:
@@ -276,7 +280,7 @@ class GroupConfig:
 
     def agreed_fields(self) -> dict[str, str]:
         """What must be equal on all ranks, as text, for the check at group creation."""
-        local = {"max_num_sms", "timeout_ns", "checked"}
+        local = {"max_num_sms", "timeout_ns", "checked", "trace"}
         fields = {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in local}
         return fields | {"dtype": self.token_type.name, "algorithm": self.algorithm.name}
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ncclep_py.handle import Handle
     from ncclep_py.kernels.shape import Wire
     from ncclep_py.recipes import Sent
+    from ncclep_py.timeline import Event
 
 __all__ = ["Group"]
 
@@ -59,6 +60,7 @@ class Group(Masking):
         self.slot_combined: list[bool] = [False] * config.num_slots
         self.staging_owner: list[int] = [0] * config.num_staging_slots   # handle id while a staged combine is in flight, 0: free
         self._captured: list[Any] = []
+        self.tracer = comm.tracer(self.num_blocks) if config.trace else None
         self.user_windows: list[SymmetricWindow] = []
         self._closed = False
         self.start_at(FIRST_EPOCH)
@@ -135,7 +137,7 @@ class Group(Masking):
             shape = KernelShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout, wire or PLAIN)
             shared = launch.shared_bytes(shape, self.config.max_dispatch_tokens_per_rank, self.num_blocks, BLOCK_THREADS // 32,
                                          self.comm.max_shared_bytes())
-            self._kernels[key] = self.comm.kernel(name, shape, shared, self.num_blocks)
+            self._kernels[key] = self.comm.kernel(name, shape, shared, self.num_blocks, self.tracer)
         return self._kernels[key]
 
     # ---- operations --------------------------------------------------------------------------------------------------
@@ -221,6 +223,19 @@ class Group(Masking):
                 raise EpError("check() waits for the stream, which is impossible during graph capture: call it after the capture or a replay")
             self.comm.synchronize()
         self.raise_reported()
+
+    def timeline(self) -> list[Event]:
+        """Of a group with ``GroupConfig(trace=True)``: which phase each block of this rank was in, of at least the last 256 kernels.
+
+        Waits for the rank's current stream. `timeline.write_chrome_trace` writes the events of all ranks to one file.
+
+        Raises:
+            EpError: without ``trace=True``.
+        """
+        if self.tracer is None:
+            raise EpError("timeline() needs kernels that were compiled with stamps: create the group with GroupConfig(trace=True)")
+        self.comm.synchronize()
+        return self.tracer.read()
 
     def raise_reported(self) -> None:
         """Internal: raise and clear the record, if there is one; my own refusals were raised where I made them."""

@@ -56,7 +56,7 @@ class HTGroup(Group):
                               "graph capture: create the handle (or call it once) with these before capturing")
             shape = HTShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout, alignment, self.num_blocks, wire)
             shared = shape.shared_bytes if name in ("ht_count", "ht_prepare") else 0
-            self._kernels[key] = self.comm.kernel(name, shape, shared, self.num_blocks)   # type: ignore[arg-type]
+            self._kernels[key] = self.comm.kernel(name, shape, shared, self.num_blocks, self.tracer)   # type: ignore[arg-type]
         return self._kernels[key]
 
     def _meeting(self) -> Kernel:

@@ -6,6 +6,7 @@ Compile and load for all ranks of a process before any of their kernels runs: lo
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -75,7 +76,8 @@ class LoadedKernel:
         from cuda.core import ObjectCode
 
         self.name, self.compiled, self.device = compiled.name, compiled, device
-        self.kernel = ObjectCode.from_cubin(compiled.cubin, name=compiled.name).get_kernel(compiled.symbol)
+        self.code = ObjectCode.from_cubin(compiled.cubin, name=compiled.name)
+        self.kernel = self.code.get_kernel(compiled.symbol)
         _checked(driver.cuFuncLoad(_checked(driver.cuKernelGetFunction(self.kernel.handle))))   # now, not at the first launch
         self._allowed = FREE_SHARED_BYTES
 
@@ -92,6 +94,17 @@ class LoadedKernel:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver.cuKernelSetAttribute(attribute, num_bytes, self.kernel.handle, self.device))
             self._allowed = num_bytes
+
+    def set_words(self, name: str, values: Sequence[int]) -> None:
+        """Set a variable of 64-bit words of the loaded code."""
+        from cuda.bindings import driver
+
+        words = struct.pack(f"<{len(values)}Q", *values)
+        error, address, size = driver.cuLibraryGetGlobal(self.code.handle, name.encode())
+        _checked((error,))
+        if size != len(words):
+            raise RuntimeError(f"{name} of {self.name} has {size} bytes, {len(words)} expected")
+        _checked(driver.cuMemcpyHtoD(address, words, len(words)))
 
     def prepare(self, grid: int, block: int, shared_bytes: int, values: Mapping[str, int] | Sequence[int]) -> Launch:
         """A launch with everything but the stream decided; its values can be changed."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from ncclep_py.simulator import Faults
+    from ncclep_py.tracing import Tracer
 
 __all__ = ["LocalWorld"]
 
@@ -412,10 +413,15 @@ class _SimRank(Communicator):
 
         return memory.view(torch.int64)
 
-    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int) -> Kernel:
+    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None) -> Kernel:
         from ncclep_py import launch
 
         return _SimKernel(launch.KERNELS[name][0](shape, self.world.simulator.vocabulary))
+
+    def tracer(self, num_blocks: int) -> Tracer:
+        from ncclep_py.tracing import SimulatedTracer
+
+        return SimulatedTracer(self.world.simulator, self.rank)
 
     def max_blocks(self) -> int:
         return self.world.simulator.blocks

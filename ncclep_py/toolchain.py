@@ -34,7 +34,7 @@ __all__ = [
 
 KERNEL_FOLDER = Path(__file__).parent / "kernels"
 DEVICE_SOURCES = ("lane_ops.cu", "fabric_ops.cu", "rank_ops.cu", "recipe_ops.cu", "staged_ops.cu", "ht_ops.cu",
-                  "mask_ops.cu")
+                  "mask_ops.cu", "trace_ops.cu")
 """In the order in which they form one NVRTC program."""
 
 MAX_REGISTERS = 128
@@ -147,8 +147,10 @@ def device_source() -> str:
     return "".join((KERNEL_FOLDER / name).read_text() for name in DEVICE_SOURCES)
 
 
-def compile_device(arch: str, output: str = "ltoir", source: str | None = None, nccl: Path | None = None, lineinfo: bool = False) -> bytes:
-    """`source`, else the package's, by NVRTC to ``ltoir`` or ``ptx``, against the NCCL headers in `nccl`, else the installed ones.
+def compile_device(arch: str, output: str = "ltoir", source: str | None = None, nccl: Path | None = None, lineinfo: bool = False,
+                   trace: bool = False) -> bytes:
+    """`source`, else the package's, by NVRTC to ``ltoir`` or ``ptx``, against the NCCL headers in `nccl`, else the installed ones; `trace`: with
+    stamps.
 
     NVRTC is called by its own binding: cuda.core's ``Program`` wants a driver to make PTX.
     """
@@ -156,7 +158,7 @@ def compile_device(arch: str, output: str = "ltoir", source: str | None = None, 
 
     folders = include_folders(nccl)
     options = ["-std=c++17", f"-arch={arch}", "-rdc=true", "-default-device", *(f"-I{f}" for f in folders)]
-    options += ["-dlto"] * (output == "ltoir") + ["-lineinfo"] * lineinfo
+    options += ["-dlto"] * (output == "ltoir") + ["-lineinfo"] * lineinfo + ["-DEP_TRACE"] * trace
     program = _nvrtc(nvrtc.nvrtcCreateProgram((source or device_source()).encode(), b"ncclep_py.cu", 0, [], []))
     try:
         error, = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])

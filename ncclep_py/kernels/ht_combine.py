@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from ncclep_py.kernels.ht_shape import HTShape
 from ncclep_py.kernels.ops import Vocabulary
+from ncclep_py.kernels.stamps import END, HEAD, MEET, ROWS, WAIT_HEADS
 
 __all__ = ["PARAMETERS", "make_ht_combine"]
 
@@ -33,21 +34,26 @@ def make_ht_combine(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
     read_header, check_header = ops.read_header, ops.check_header
     last_block, op_code, clear_fail = ops.last_block, ops.op_code, ops.clear_fail
+    trace_begin, stamp = ops.trace_begin, ops.stamp
     map_status, gather_row, gather_weights, check_rows = ops.ht_map_status, ops.ht_gather_row, ops.ht_gather_weights, ops.ht_check_rows
 
     def ht_combine(window, rank, local, record, maps, out, grads, num_tokens, rows, rows_window, rows_at, slot, header,  # noqa: ANN001, ANN202
                    handle, signature, status, timeout):
+        trace = trace_begin()
         epoch, fail = read_epoch(local + EPOCH), local + FAIL
         # ---- 1 head: my experts' rows are written ----------------------------------------------------------------------
+        trace = stamp(trace, HEAD)
         if block_idx() == 0:
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, epoch, signature, map_status(maps + HEADER, handle, status))
         # ---- 2 wait ----------------------------------------------------------------------------------------------------
+        trace = stamp(trace, WAIT_HEADS)
         held = read_header(header)
         code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
         if code == 0:
             code = check_header(held, handle, rank, epoch, fail, record)
         # ---- 3 rows ----------------------------------------------------------------------------------------------------
+        trace = stamp(trace, ROWS)
         if code == 0:
             begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
             for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
@@ -55,6 +61,7 @@ def make_ht_combine(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
                 if begin == 0:
                     if grads != 0:
                         gather_weights(window, slot + WEIGHTS, maps + PLACES, grads, token, TOPK, EXPERTS, RANKS, BY_RANK)
+        trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)
             if warp_idx() == 0:
@@ -64,5 +71,6 @@ def make_ht_combine(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
                     check_rows(maps + ZONES, LOCAL_EXPERTS, rows, rank, epoch, fail, record)
                 clear_fail(fail)
                 advance_epoch(local + EPOCH, epoch)
+        stamp(trace, END)
 
     return ht_combine

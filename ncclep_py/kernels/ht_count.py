@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ncclep_py.kernels.ht_shape import HTShape
 from ncclep_py.kernels.ops import Vocabulary
+from ncclep_py.kernels.stamps import COUNT, END
 
 __all__ = ["PARAMETERS", "make_ht_count"]
 
@@ -19,8 +20,11 @@ def make_ht_count(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
         shape.num_ranks, shape.num_experts, shape.num_topk, shape.idx_bytes, shape.by_rank, shape.chunks)
     PARTIALS, HEADER = shape.maps.partials, shape.maps.header
     count = ops.ht_count
+    trace_begin, stamp = ops.trace_begin, ops.stamp
 
     def ht_count(maps, topk_idx, num_tokens):  # noqa: ANN001, ANN202
+        trace = stamp(trace_begin(), COUNT)
         count(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, RANKS, BY_RANK, CHUNKS, maps + PARTIALS, maps + HEADER)
+        stamp(trace, END)
 
     return ht_count

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from ncclep_py.errors import Code
 from ncclep_py.kernels.ht_shape import HTShape
 from ncclep_py.kernels.ops import Vocabulary
+from ncclep_py.kernels.stamps import END, HEAD, MEET, ROWS, WAIT_ARRIVED, WAIT_HEADS
 
 __all__ = ["PARAMETERS", "make_ht_dispatch"]
 
@@ -36,17 +37,22 @@ def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
     last_block, op_code, clear_fail, store_header = ops.last_block, ops.op_code, ops.clear_fail, ops.store_header
     map_status, scatter_row, scatter_weights = ops.ht_map_status, ops.ht_scatter_row, ops.ht_scatter_weights
     zero_pads, clear_ids, check_rows = ops.ht_zero_pads, ops.ht_clear_ids, ops.ht_check_rows
+    trace_begin, stamp = ops.trace_begin, ops.stamp
 
     def ht_dispatch(window, rank, local, record, maps, tokens, weights, scales, num_tokens, rows, cleared, forward, global_ids,  # noqa: ANN001, ANN202
                     rows_window, rows_at, slot, header, handle, signature, status, timeout):
+        trace = trace_begin()
         epoch, fail = read_epoch(local + EPOCH), local + FAIL
         # ---- 1 head: everything my stream did before is done ---------------------------------------------------------
+        trace = stamp(trace, HEAD)
         if block_idx() == 0:
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, epoch, signature, map_status(maps + HEADER, handle, status))
         # ---- 2 wait: nobody's memory is touched before all ranks are here ----------------------------------------------
+        trace = stamp(trace, WAIT_HEADS)
         code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
         # ---- 3 rows --------------------------------------------------------------------------------------------------
+        trace = stamp(trace, ROWS)
         if code == 0:
             begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
             for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
@@ -66,7 +72,9 @@ def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
             elif forward != 0:
                 clear_ids(window, slot + IDX, slot + WEIGHTS, maps + ZONES, rank, LOCAL_EXPERTS, TOPK, cleared)
         # ---- 4 arrived: the last block speaks for the rank -------------------------------------------------------------
+        trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
+            trace = stamp(trace, WAIT_ARRIVED)
             code = op_code(fail, epoch)
             if code == 0:
                 if warp_idx() == 0:
@@ -82,5 +90,6 @@ def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
                     store_header(header, epoch, handle)
                 clear_fail(fail)
                 advance_epoch(local + EPOCH, epoch)
+        stamp(trace, END)
 
     return ht_dispatch

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from ncclep_py.config import Layout
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.kernels.stamps import END, HEAD, MEET, ROWS, WAIT_HEADS
 
 __all__ = ["PARAMETERS", "make_ll_combine"]
 
@@ -35,11 +36,14 @@ def make_ll_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
     read_header, check_header = ops.read_header, ops.check_header
     last_block, op_code, clear_fail = ops.last_block, ops.op_code, ops.clear_fail
+    trace_begin, stamp = ops.trace_begin, ops.stamp
 
     def ll_combine(window, rank, local, record, weights, out, num_tokens, payload, slot, table, header, handle, signature,  # noqa: ANN001, ANN202
                    status, timeout):
+        trace = trace_begin()
         epoch, fail = read_epoch(local + EPOCH), local + FAIL
         # ---- 1 head: my experts' rows are written ----------------------------------------------------------------------
+        trace = stamp(trace, HEAD)
         if block_idx() == 0:
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
@@ -49,10 +53,12 @@ def make_ll_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
         begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
         if not RANK_MAJOR:
             fetch_routing(table, weights, token, end, TOPK)
+        trace = stamp(trace, WAIT_HEADS)
         code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
         if code == 0:
             code = check_header(held, handle, rank, epoch, fail, record)
         # ---- 3 rows ----------------------------------------------------------------------------------------------------
+        trace = stamp(trace, ROWS)
         if code == 0:
             at = token
             while at < end:   # no range: its length is a 64-bit division
@@ -61,6 +67,7 @@ def make_ll_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
                 else:
                     gather_row(payload, slot, table, weights, out, at, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop)
                 at += step
+        trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)
             if warp_idx() == 0:
@@ -68,5 +75,6 @@ def make_ll_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
                     publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
                 clear_fail(fail)
                 advance_epoch(local + EPOCH, epoch)
+        stamp(trace, END)
 
     return ll_combine

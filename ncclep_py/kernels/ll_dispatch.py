@@ -11,6 +11,7 @@ from collections.abc import Callable
 from ncclep_py.errors import Code
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.kernels.stamps import COUNT, END, HEAD, MEET, ROWS, WAIT_ARRIVED, WAIT_COUNTS, WAIT_HEADS
 from ncclep_py.memory_map import FLIGHT_FAIL
 
 __all__ = ["PARAMETERS", "make_ll_dispatch"]
@@ -38,6 +39,7 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = Fals
     fetch_row, scatter_row, quantise_row = ops.fetch_row, ops.scatter_row, ops.quantise_row
     publish_arrived, wait_arrived = ops.publish_arrived, ops.wait_arrived
     last_block, op_code, clear_fail, store_header = ops.last_block, ops.op_code, ops.clear_fail, ops.store_header
+    trace_begin, stamp = ops.trace_begin, ops.stamp
     # for staged combines only: where each row came from, and how many there are
     STAGED, COUNT_BANK = shape.window.num_staging > 0, shape.window.count_bank_bytes
     LOCAL_EXPERTS, PLACES = EXPERTS // RANKS, PLANE_ROWS // RANKS * TOPK
@@ -45,14 +47,17 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = Fals
 
     def ll_dispatch(window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, payload, place, table, header,  # noqa: ANN001, ANN202
                     origins, kept, flight, flying, handle, signature, status, timeout):
+        trace = trace_begin()
         epoch, fail = read_epoch(local + EPOCH), flight + FLIGHT_FAIL if SEND else local + FAIL
         first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
         counts = count_bank(COUNTS, COUNT_BANK, epoch)
         # ---- 1 head: everything my stream did before is done ---------------------------------------------------------
+        trace = stamp(trace, HEAD)
         if block_idx() == 0:
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
         # ---- 2 count: my rows per expert, told to everybody; meanwhile the first row of each warp comes ------------------
+        trace = stamp(trace, COUNT)
         count_experts(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, first, end)
         publish_counts(window, counts, rank, RANKS, EXPERTS, epoch)
         token, step = warp_token(num_tokens), token_step(num_tokens)
@@ -61,10 +66,13 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = Fals
         if not QUANTISE:
             fetch_row(tokens, token, end, reserved, SENT_BYTES, begin, stop)
         # ---- 3 wait: nobody's memory is touched before all ranks are here ----------------------------------------------
+        trace = stamp(trace, WAIT_HEADS)
         code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
+        trace = stamp(trace, WAIT_COUNTS)
         if code == 0:
             code = wait_counts(window, counts, rank, RANKS, EXPERTS, epoch, PLANE_ROWS, expert_counters, fail, record, timeout)
         # ---- 4 rows --------------------------------------------------------------------------------------------------
+        trace = stamp(trace, ROWS)
         if code == 0:
             assign_rows(topk_idx, IDX_BYTES, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, part, table, rank, epoch, fail, record)
             at = token
@@ -80,7 +88,9 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = Fals
                     store_origins(window, origins, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, rank, PLACES)
                 at += step
         # ---- 5 arrived: the last block speaks for the rank -------------------------------------------------------------
+        trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
+            trace = stamp(trace, WAIT_ARRIVED)
             code = op_code(fail, epoch)
             if code == 0:
                 if STAGED:
@@ -102,5 +112,6 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = Fals
                 else:
                     clear_fail(fail)
                 advance_epoch(local + EPOCH, epoch)
+        stamp(trace, END)
 
     return ll_dispatch

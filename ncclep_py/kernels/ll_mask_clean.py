@@ -10,6 +10,7 @@ from collections.abc import Callable
 from ncclep_py.errors import Code
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.kernels.stamps import END, HEAD, VOTE, WAIT_HEADS
 
 __all__ = ["PARAMETERS", "make_ll_mask_clean"]
 
@@ -28,15 +29,19 @@ def make_ll_mask_clean(shape: KernelShape, ops: Vocabulary) -> Callable[..., Non
     FAIL, RECORD = mine.scratch, mine.scratch + 64
     ATTEMPTS, AGAIN, EXCLUDED = 2 * shape.num_ranks + 2, int(Code.AGAIN), int(Code.EXCLUDED)
     warp_idx, read_epoch, advance_epoch, next_epoch, read_mask = ops.warp_idx, ops.read_epoch, ops.advance_epoch, ops.next_epoch, ops.read_mask
+    trace_begin, stamp = ops.trace_begin, ops.stamp
     publish_join, wait_joins, read_verdict, catch_up, is_stranded, readmit, tell_outcome = (
         ops.publish_join, ops.wait_joins, ops.read_verdict, ops.catch_up, ops.is_stranded, ops.readmit, ops.tell_outcome)
 
     def ll_mask_clean(window, rank, local, signature, num_slots, timeout):  # noqa: ANN001, ANN202
+        trace = trace_begin()
         own, epoch = read_epoch(local + EPOCH), read_epoch(local + CLEAN_EPOCH)
         mask, code, missed = 0, AGAIN, 0
         for _ in range(ATTEMPTS):
+            trace = stamp(trace, HEAD)
             if warp_idx() == 0:
                 publish_join(window, JOINS, DETAILS, rank, RANKS, epoch, signature, mask, own, 0)
+            trace = stamp(trace, WAIT_HEADS)
             code = wait_joins(window, JOINS, DETAILS, VOTES, rank, RANKS, epoch, signature, mask, 1, local + WAITED, local + WROTE, local + FAIL,
                               local + RECORD, timeout)
             if code == AGAIN:
@@ -47,6 +52,7 @@ def make_ll_mask_clean(shape: KernelShape, ops: Vocabulary) -> Callable[..., Non
                 epoch = next_epoch(catch_up(window, VOTES, RANKS))
             else:
                 break
+        trace = stamp(trace, VOTE)
         last = catch_up(window, VOTES, RANKS)
         if warp_idx() == 0:
             if code == 0:
@@ -59,5 +65,6 @@ def make_ll_mask_clean(shape: KernelShape, ops: Vocabulary) -> Callable[..., Non
                 epoch = last
             advance_epoch(local + CLEAN_EPOCH, epoch)
             tell_outcome(local + OUTCOME, epoch, code)
+        stamp(trace, END)
 
     return ll_mask_clean

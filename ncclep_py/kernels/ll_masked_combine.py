@@ -12,6 +12,7 @@ from ncclep_py.errors import Code
 from ncclep_py.kernels.ll_combine import PARAMETERS
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.kernels.stamps import END, HEAD, MEET, ROWS, VOTE, WAIT_HEADS
 
 __all__ = ["PARAMETERS", "make_ll_masked_combine"]
 
@@ -31,30 +32,36 @@ def make_ll_masked_combine(shape: KernelShape, ops: Vocabulary) -> Callable[...,
     publish_join, wait_joins, last_block = ops.publish_join, ops.wait_joins, ops.last_block
     read_header, check_header = ops.read_header, ops.check_header
     conclude, tell_outcome, await_outcome = ops.conclude, ops.tell_outcome, ops.await_outcome
+    trace_begin, stamp = ops.trace_begin, ops.stamp
 
     def ll_masked_combine(window, rank, local, record, weights, out, num_tokens, payload, slot, table, header, handle,  # noqa: ANN001, ANN202
                           signature, status, timeout):
+        trace = trace_begin()
         fail, waited, wrote = local + FAIL, local + WAITED, local + WROTE
         begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
         for attempt in range(ATTEMPTS):
             epoch, mask = read_epoch(local + EPOCH), read_mask(local + MASK)
             # ---- 1 join ----------------------------------------------------------------------------------------------
+            trace = stamp(trace, HEAD)
             if block_idx() == 0:
                 if warp_idx() == 0:
                     if (mask >> rank) & 1 == 0:
                         publish_join(window, JOINS, DETAILS, rank, RANKS, epoch, signature, mask, epoch, status)
             # ---- 2 wait and commit -------------------------------------------------------------------------------------
+            trace = stamp(trace, WAIT_HEADS)
             code = wait_joins(window, JOINS, DETAILS, VOTES, rank, RANKS, epoch, signature, mask, 1, waited, wrote, fail, record, timeout)
             ended = code
             if code == 0:
                 code = check_header(read_header(header), handle, rank, epoch, fail, record)
             # ---- 3 rows ------------------------------------------------------------------------------------------------
+            trace = stamp(trace, ROWS)
             if code == 0:
                 token, end, step = warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)
                 while token < end:   # no range: its length is a 64-bit division
                     gather_member_row(payload, slot, table, weights, out, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop,
                                       mask)
                     token += step
+            trace = stamp(trace, MEET)
             if last_block(local + BLOCKS_DONE) == 1:
                 if warp_idx() == 0:
                     code = conclude(window, JOINS, ARRIVED, VOTES, rank, RANKS, local + MASK, local + MASKED_AT, epoch, mask, code,
@@ -63,7 +70,9 @@ def make_ll_masked_combine(shape: KernelShape, ops: Vocabulary) -> Callable[...,
                     tell_outcome(local + OUTCOME, epoch, code)
             if ended != AGAIN:
                 break
+            trace = stamp(trace, VOTE)
             if await_outcome(local + OUTCOME, epoch, timeout) != AGAIN:
                 break
+        stamp(trace, END)
 
     return ll_masked_combine

@@ -12,6 +12,7 @@ from ncclep_py.errors import Code
 from ncclep_py.kernels.ll_dispatch import PARAMETERS
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.kernels.stamps import COUNT, END, HEAD, MEET, ROWS, VOTE, WAIT_ARRIVED, WAIT_COUNTS, WAIT_HEADS
 
 __all__ = ["PARAMETERS", "make_ll_masked_dispatch"]
 
@@ -36,30 +37,37 @@ def make_ll_masked_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[...
         ops.wait_member_counts, ops.assign_rows, ops.drop_rows, ops.scatter_row, ops.quantise_row)
     last_block, sum_member_counts, publish_arrived, settle = (
         ops.last_block, ops.sum_member_counts, ops.publish_arrived, ops.settle)
+    trace_begin, stamp = ops.trace_begin, ops.stamp
     publish_late, store_header, conclude, tell_outcome, await_outcome = (
         ops.publish_late, ops.store_header, ops.conclude, ops.tell_outcome, ops.await_outcome)
 
     def ll_masked_dispatch(window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, payload, place, table,  # noqa: ANN001, ANN202
                            header, origins, kept, flight, flying, handle, signature, status, timeout):
+        trace = trace_begin()
         fail, waited, wrote = local + FAIL, local + WAITED, local + WROTE
         first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
         begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
         for attempt in range(ATTEMPTS):
             epoch, mask = read_epoch(local + EPOCH), read_mask(local + MASK)
             # ---- 1 join ----------------------------------------------------------------------------------------------
+            trace = stamp(trace, HEAD)
             if block_idx() == 0:
                 if warp_idx() == 0:
                     if (mask >> rank) & 1 == 0:
                         publish_join(window, JOINS, DETAILS, rank, RANKS, epoch, signature, mask, epoch, status)
             # ---- 2 count ---------------------------------------------------------------------------------------------
+            trace = stamp(trace, COUNT)
             count_experts(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, first, end)
             if (mask >> rank) & 1 == 0:
                 publish_counts(window, COUNTS, rank, RANKS, EXPERTS, epoch)
             # ---- 3 wait ----------------------------------------------------------------------------------------------
+            trace = stamp(trace, WAIT_HEADS)
             code = wait_joins(window, JOINS, DETAILS, VOTES, rank, RANKS, epoch, signature, mask, 0, waited, wrote, fail, record, timeout)
+            trace = stamp(trace, WAIT_COUNTS)
             if code == 0:
                 code = wait_member_counts(window, COUNTS, VOTES, rank, RANKS, EXPERTS, epoch, mask, fail, record, timeout)
             # ---- 4 rows ----------------------------------------------------------------------------------------------
+            trace = stamp(trace, ROWS)
             if code == 0:
                 assign_rows(topk_idx, IDX_BYTES, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, part, table, rank, epoch, fail, record)
                 if mask != 0:
@@ -74,7 +82,9 @@ def make_ll_masked_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[...
                             scatter_row(payload, place + SCALES, scales, token, -1, first, 0, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES,
                                         begin_vector(num_tokens, SCALE_BYTES), end_vector(num_tokens, SCALE_BYTES))
             # ---- 5 arrived and commit ----------------------------------------------------------------------------------
+            trace = stamp(trace, MEET)
             if last_block(local + BLOCKS_DONE) == 1:
+                trace = stamp(trace, WAIT_ARRIVED)
                 if code == 0:
                     code = sum_member_counts(window, COUNTS, VOTES, rank, RANKS, EXPERTS, epoch, mask, PLANE_ROWS, expert_counters, fail, record,
                                              timeout)
@@ -92,7 +102,9 @@ def make_ll_masked_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[...
                                     ATTEMPTS - 1 - attempt, record + NOTICE, fail, record)
                     advance_epoch(local + EPOCH, epoch)
                     tell_outcome(local + OUTCOME, epoch, code)
+            trace = stamp(trace, VOTE)
             if await_outcome(local + OUTCOME, epoch, timeout) != AGAIN:
                 break
+        stamp(trace, END)
 
     return ll_masked_dispatch

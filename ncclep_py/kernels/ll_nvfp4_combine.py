@@ -12,6 +12,7 @@ from collections.abc import Callable
 from ncclep_py.config import Layout
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.kernels.stamps import END, HEAD, MEET, PACK, ROWS, WAIT_HEADS
 
 __all__ = ["PARAMETERS", "make_ll_nvfp4_combine"]
 
@@ -34,28 +35,35 @@ def make_ll_nvfp4_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., 
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
     read_header, check_header = ops.read_header, ops.check_header
     last_block, op_code, clear_fail = ops.last_block, ops.op_code, ops.clear_fail
+    trace_begin, stamp = ops.trace_begin, ops.stamp
 
     def ll_nvfp4_combine(window, rank, local, record, row_scales, counters, weights, out, num_tokens, payload, slot, table,  # noqa: ANN001, ANN202
                          header, handle, signature, status, timeout):
+        trace = trace_begin()
         epoch, fail = read_epoch(local + EPOCH), local + FAIL
         # ---- 1 pack: my experts' rows ----------------------------------------------------------------------------------
+        trace = stamp(trace, PACK)
         code = 0
         if status == 0:
             code = check_header(read_header(header), handle, rank, epoch, fail, record)
             if code == 0:
                 pack_rows(payload, slot, rank, counters, row_scales, PLANES, CAPACITY, ROW_BYTES)
         # ---- 2 head: all blocks have packed ----------------------------------------------------------------------------
+        trace = stamp(trace, HEAD)
         if last_block(local + BLOCKS_DONE) == 1:
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
         # ---- 3 wait ----------------------------------------------------------------------------------------------------
+        trace = stamp(trace, WAIT_HEADS)
         if wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout) != 0:
             code = 1
         # ---- 4 rows ----------------------------------------------------------------------------------------------------
+        trace = stamp(trace, ROWS)
         if code == 0:
             begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
             for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
                 sum_packed_row(payload, slot, table, weights, out, token, TOPK, PLANES_OF_ALL, RANKS, PLANE_ROWS, ROW_BYTES, begin, stop)
+        trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)
             if warp_idx() == 0:
@@ -63,5 +71,6 @@ def make_ll_nvfp4_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., 
                     publish_abort(window, HEADS, ARRIVED, rank, RANKS, epoch, fail)
                 clear_fail(fail)
                 advance_epoch(local + EPOCH, epoch)
+        stamp(trace, END)
 
     return ll_nvfp4_combine

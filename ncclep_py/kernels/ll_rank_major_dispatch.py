@@ -13,6 +13,7 @@ from collections.abc import Callable
 from ncclep_py.errors import Code
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.kernels.stamps import COUNT, END, HEAD, MEET, ROWS, WAIT_ARRIVED, WAIT_HEADS
 from ncclep_py.memory_map import FLIGHT_FAIL
 
 __all__ = ["PARAMETERS", "make_ll_rank_major_dispatch"]
@@ -42,6 +43,7 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary, send_only: 
     fetch_row, scatter_row = ops.fetch_row, ops.scatter_row
     publish_arrived_rows, wait_arrived, take_arrived_rows = ops.publish_arrived_rows, ops.wait_arrived, ops.take_arrived_rows
     last_block, op_code, clear_fail, store_header = ops.last_block, ops.op_code, ops.clear_fail, ops.store_header
+    trace_begin, stamp = ops.trace_begin, ops.stamp
     # for staged combines only: where each row came from, and how many there are
     STAGED, PLACES = shape.window.num_staging > 0, PLANE_ROWS // RANKS * TOPK
     store_origins, keep_counters = ops.store_origins, ops.keep_counters
@@ -49,13 +51,16 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary, send_only: 
     def ll_rank_major_dispatch(window, rank, local, record, tokens, topk_idx, topk_weights, num_tokens, src_rank_counters,  # noqa: ANN001, ANN202
                                global_ids, scales, payload, place, slot, table, header, origins, kept, flight, arrived, handle, signature,
                                status, timeout):
+        trace = trace_begin()
         epoch, fail = read_epoch(local + EPOCH), flight + FLIGHT_FAIL if SEND else local + FAIL
         first, end = first_token(num_tokens), end_token(num_tokens)
         # ---- 1 head: everything my stream did before is done ---------------------------------------------------------
+        trace = stamp(trace, HEAD)
         if block_idx() == 0:
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
         # ---- 2 rows assigned, and the first row of each warp fetched: while the heads travel ------------------------------
+        trace = stamp(trace, COUNT)
         token, step = warp_token(num_tokens), token_step(num_tokens)
         begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
         reserved = 3 * RANKS + 3 * (end - first) * TOPK
@@ -64,8 +69,10 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary, send_only: 
         count_ranks(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, RANKS, first)
         assign_ranks(topk_idx, IDX_BYTES, topk_weights, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, rank)
         # ---- 3 wait: nobody's memory is touched before all ranks are here ----------------------------------------------
+        trace = stamp(trace, WAIT_HEADS)
         code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
         # ---- 4 rows --------------------------------------------------------------------------------------------------
+        trace = stamp(trace, ROWS)
         if code == 0:
             at = token
             while at < end:   # no range: its length is a 64-bit division
@@ -82,7 +89,9 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary, send_only: 
                         store_origins(window, origins, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, rank, PLACES)
                 at += step
         # ---- 5 arrived: the last block speaks for the rank -------------------------------------------------------------
+        trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
+            trace = stamp(trace, WAIT_ARRIVED)
             code = op_code(fail, epoch)
             if code == 0:
                 if warp_idx() == 0:
@@ -105,5 +114,6 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary, send_only: 
                 else:
                     clear_fail(fail)
                 advance_epoch(local + EPOCH, epoch)
+        stamp(trace, END)
 
     return ll_rank_major_dispatch

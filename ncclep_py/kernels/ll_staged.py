@@ -15,6 +15,7 @@ from ncclep_py.kernels.ll_dispatch import make_ll_dispatch
 from ncclep_py.kernels.ll_rank_major_dispatch import make_ll_rank_major_dispatch
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.kernels.stamps import END, HEAD, MEET, ROWS, WAIT_ARRIVED, WAIT_HEADS
 from ncclep_py.memory_map import FLIGHT_FAIL, FLIGHT_NEXT
 
 __all__ = ["COMBINE_COMPLETE_PARAMETERS", "COMBINE_SEND_PARAMETERS", "DISPATCH_COMPLETE_PARAMETERS", "RANK_MAJOR_COMPLETE_PARAMETERS",
@@ -51,10 +52,13 @@ def make_ll_dispatch_complete(shape: KernelShape, ops: Vocabulary) -> Callable[.
     RANKS, BLOCKS_DONE = shape.num_ranks, shape.local.blocks_done
     warp_idx, read_epoch, publish_head, wait_heads = ops.warp_idx, ops.read_epoch, ops.publish_head, ops.wait_heads
     last_block, op_code, outcome, store_header = ops.last_block, ops.op_code, ops.outcome, ops.store_header
+    trace_begin, stamp = ops.trace_begin, ops.stamp
 
     def ll_dispatch_complete(window, rank, local, record, header, flight, flying, signature, timeout):  # noqa: ANN001, ANN202
+        trace = stamp(trace_begin(), WAIT_ARRIVED)
         epoch, fail = read_epoch(flight), flight + FLIGHT_FAIL
         wait_heads(window, flying, rank, RANKS, epoch, signature, fail, record, timeout)
+        trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
             if op_code(fail, epoch) != 0:
                 if warp_idx() == 0:
@@ -62,6 +66,7 @@ def make_ll_dispatch_complete(shape: KernelShape, ops: Vocabulary) -> Callable[.
                     if told != 0:
                         publish_head(window, flying, rank, RANKS, epoch, signature, told)
                     store_header(header, epoch, 0)   # nobody may combine these rows
+        stamp(trace, END)
 
     return ll_dispatch_complete
 
@@ -72,10 +77,13 @@ def make_ll_rank_major_complete(shape: KernelShape, ops: Vocabulary) -> Callable
         shape.num_ranks, shape.num_topk, shape.window.plane_rows, shape.window.recv_ids, shape.local.blocks_done)
     warp_idx, read_epoch, wait_arrived, take_arrived_rows = ops.warp_idx, ops.read_epoch, ops.wait_arrived, ops.take_arrived_rows
     keep_counters, last_block, op_code, store_header = ops.keep_counters, ops.last_block, ops.op_code, ops.store_header
+    trace_begin, stamp = ops.trace_begin, ops.stamp
 
     def ll_rank_major_complete(window, rank, local, record, src_rank_counters, slot, header, kept, flight, arrived, timeout):  # noqa: ANN001, ANN202
+        trace = stamp(trace_begin(), MEET)
         epoch, fail = read_epoch(flight), flight + FLIGHT_FAIL
         if last_block(local + BLOCKS_DONE) == 1:
+            trace = stamp(trace, WAIT_ARRIVED)
             code = op_code(fail, epoch)   # a refusal or mismatch ends the send half of every rank, and nothing arrives
             if code == 0:
                 code = wait_arrived(window, arrived, rank, RANKS, epoch, fail, record, timeout)
@@ -85,6 +93,7 @@ def make_ll_rank_major_complete(shape: KernelShape, ops: Vocabulary) -> Callable
             if warp_idx() == 0:
                 if code != 0:
                     store_header(header, epoch, 0)   # nobody may combine these rows
+        stamp(trace, END)
 
     return ll_rank_major_complete
 
@@ -102,9 +111,11 @@ def make_ll_combine_send(shape: KernelShape, ops: Vocabulary) -> Callable[..., N
     wait_arrived, read_header, check_header = ops.wait_arrived, ops.read_header, ops.check_header
     copy_table, count_rows, push_row = ops.copy_table, ops.count_rows, ops.push_row
     last_block, outcome, publish_head = ops.last_block, ops.outcome, ops.publish_head
+    trace_begin, stamp = ops.trace_begin, ops.stamp
 
     def ll_combine_send(window, rank, local, record, rows, num_tokens, table, copied, header, origins,  # noqa: ANN001, ANN202
                         kept, staging, flight, flying, released, handle, signature, status, timeout):
+        trace = stamp(trace_begin(), WAIT_HEADS)
         epoch, fail, held = read_epoch(flight + FLIGHT_NEXT), flight + FLIGHT_FAIL, read_header(header)
         # ---- 1 wait: every rank has emptied this staging slot, usually long ago ----------------------------------------
         code = wait_arrived(window, released, rank, RANKS, epoch, fail, record, timeout)
@@ -112,6 +123,7 @@ def make_ll_combine_send(shape: KernelShape, ops: Vocabulary) -> Callable[..., N
             if status == 0:
                 code = check_header(held, handle, rank, epoch, fail, record)
         # ---- 2 rows, and what the complete half must know of them later -----------------------------------------------
+        trace = stamp(trace, ROWS)
         if code == 0:
             if status == 0:
                 copy_table(table, copied, num_tokens, TOPK)
@@ -120,11 +132,14 @@ def make_ll_combine_send(shape: KernelShape, ops: Vocabulary) -> Callable[..., N
                 for row in range(warp_token(num_rows), end_token(num_rows), token_step(num_rows)):
                     push_row(window, origins, rows, staging, row, PLANES, PLANE_ROWS, rank, PLACES, ROW_BYTES, begin, stop)
         # ---- 3 the last block speaks for the rank, and nobody waits ------------------------------------------------------
+        trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
+            trace = stamp(trace, HEAD)
             if warp_idx() == 0:
                 store_header(flight, epoch, handle)
                 publish_head(window, flying, rank, RANKS, epoch, signature, outcome(fail, epoch, status))
                 advance_epoch(flight + FLIGHT_NEXT, epoch)
+        stamp(trace, END)
 
     return ll_combine_send
 
@@ -138,20 +153,25 @@ def make_ll_combine_complete(shape: KernelShape, ops: Vocabulary) -> Callable[..
         ops.end_token, ops.warp_token, ops.token_step, ops.begin_vector, ops.end_vector)
     publish_head, wait_heads, reduce_row, publish_arrived = ops.publish_head, ops.wait_heads, ops.reduce_row, ops.publish_arrived
     last_block, outcome = ops.last_block, ops.outcome
+    trace_begin, stamp = ops.trace_begin, ops.stamp
 
     def ll_combine_complete(window, rank, local, record, weights, out, num_tokens, copied, staging, flight, flying, released,  # noqa: ANN001, ANN202
                             signature, timeout):
+        trace = stamp(trace_begin(), WAIT_HEADS)
         epoch, following, fail = read_epoch(flight), read_epoch(flight + FLIGHT_NEXT), flight + FLIGHT_FAIL
         code = wait_heads(window, flying, rank, RANKS, epoch, signature, fail, record, timeout)
+        trace = stamp(trace, ROWS)
         if code == 0:
             begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
             for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
                 reduce_row(window, staging, rank, copied, weights, out, token, TOPK, ROW_BYTES, TYPE, begin, stop)
+        trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
             if warp_idx() == 0:
                 told = outcome(fail, epoch, 0)
                 if told != 0:
                     publish_head(window, flying, rank, RANKS, epoch, signature, told)
                 publish_arrived(window, released, rank, RANKS, following)   # also after a failure: the next use is right again
+        stamp(trace, END)
 
     return ll_combine_complete

@@ -122,6 +122,8 @@ PARAMETERS = {
     "left": "attempts left",
     "notice": "address of the async error (host memory)",
     "num_slots": "payload slots",
+    "trace": "what `trace_begin` or the last `stamp` returned",
+    "phase": "stamps.Step",
 } | HT_PARAMETERS
 """Meaning of the parameters."""
 
@@ -144,6 +146,9 @@ OPS: dict[str, Op] = {op.name: op for op in (
     _op("token_step", "warp", "num_tokens", "", "Distance between two tokens of one warp."),
     _op("begin_vector", "warp", "num_tokens row_bytes", "", "First 16-byte vector of this warp's piece of each of its rows."),
     _op("end_vector", "warp", "num_tokens row_bytes", "", "End of this warp's piece."),
+    # ---- timelines: nothing at all unless compiled for tracing, and then in no order with anything ------------------
+    _op("trace_begin", "warp", "", "", "The first thing in a kernel that stamps: where its stamps go, 0 where there is nothing to write."),
+    _op("stamp", "warp", "trace phase", "", "This block's warp 0 begins `phase` now. Returns where the next stamp goes."),
     # ---- epoch and life of an operation ------------------------------------------------------------------------------
     _op("read_epoch", "warp", "word", "ld.weak epoch", "Epoch of this operation; lane 0's reading, for all lanes."),
     _op("advance_epoch", "warp", "word epoch", "st.weak epoch", "The next operation of the stream has the next epoch (mod 2^32)."),

@@ -34,6 +34,7 @@ class Simulator:
         vocabulary: implementation of ``kernels.ops`` with which to build kernels.
         effects: effects of every operation, from ``OPS`` unless overridden.
         events: timeline of the run if `trace`.
+        stamps: (rank, block, kernel, phase, step) of every stamp, for `timeline.events_of`; None: not collected.
         poisoned: number of slots poisoned so far, over all ranks.
     """
 
@@ -66,6 +67,7 @@ class Simulator:
         self.streams = [Stream(rank, self.ledger.zero()) for rank in range(num_ranks)]
         self.windows: dict[int, list[Region]] = {}
         self.events: list[Event] | None = [] if trace else None
+        self.stamps: list[tuple[int, int, str, int, int]] | None = None
         self.poisoned = 0
         self._handles = itertools.count(1)
         self._entered: dict[tuple[int, int], set[int]] = {}
