@@ -292,8 +292,14 @@ class _LocalNcclRank(NcclRank):
                refusing: bool = False) -> bool:
         return self._together(lambda: kernel.enqueue(values, num_blocks, label), refusing, (kernel, values, num_blocks))
 
-    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int) -> Kernel:
-        kernel = super().kernel(name, shape, shared_bytes, num_blocks)
+    def tracer(self, num_blocks: int) -> Tracer:
+        if self.world.fused is not None:
+            raise ValueError("GroupConfig(trace=True) stamps each rank's own kernels, and LocalWorld(fused=True) has one kernel for all ranks: use "
+                             "one of the two")
+        return super().tracer(num_blocks)
+
+    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None) -> Kernel:
+        kernel = super().kernel(name, shape, shared_bytes, num_blocks, tracer)
         if self.world.fused is not None:
             kernel.fused = FusedKernel.load(KernelSpec(name, shape), arch_of(self.device), BLOCK_THREADS, shared_bytes, num_blocks,   # type: ignore[attr-defined]
                                             self.num_ranks, self.multiprocessors())

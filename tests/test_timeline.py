@@ -197,3 +197,14 @@ def test_tracing_changes_neither_the_schedule_nor_the_result() -> None:
 def test_trace_must_be_a_bool() -> None:
     with pytest.raises(TypeError, match="^trace must be a bool, got int: 1$"):
         GroupConfig(num_experts=4, max_dispatch_tokens_per_rank=8, hidden=32, num_topk=2, trace=1)   # type: ignore[arg-type]
+
+
+def test_a_fused_world_refuses_stamps() -> None:
+    from types import SimpleNamespace
+
+    from ncclep_py.local_world import _LocalNcclRank
+
+    rank = _LocalNcclRank.__new__(_LocalNcclRank)
+    rank.world = SimpleNamespace(fused=object())   # type: ignore[assignment]
+    with pytest.raises(ValueError, match="LocalWorld\\(fused=True\\) has one kernel for all ranks"):
+        rank.tracer(4)
