@@ -180,6 +180,7 @@ class Handle:
             raise TypeError(f"idx_dtype must be torch.int32 or torch.int64, got {dtype}")
         self._closed = False
         self._slot, self._generation, self._held, self._num_tokens, self._idx_bytes = -1, 0, 0, 0, dtype.itemsize
+        self._held_slot = -1   # where the dispatch is that a combine would bring back
         self._packed = False   # whether the slot's rows are no longer what experts wrote
         self._topk_idx: torch.Tensor | None = None
         self._rank_major, capacity = self.layout is Layout.RANK_MAJOR, group.config.max_dispatch_tokens_per_rank
@@ -279,7 +280,8 @@ class Handle:
             own = (tokens.data_ptr(), idx.data_ptr(), num_tokens, counts.expert_counters.data_ptr())
             self._launch(name, slot, Status.GO, (*own, scales), (tokens, idx, counts.expert_counters, *beside), False, sent, place)
         self._packed = False
-        self._num_tokens, self._held = num_tokens, self._generation   # only now: a dispatch known to be refused leaves the earlier one to combine
+        # only now: a dispatch known to be refused leaves the earlier one to combine
+        self._num_tokens, self._held, self._held_slot = num_tokens, self._generation, slot
         self._counters = counts.src_rank_counters if self._rank_major else counts.expert_counters
         copies: list[tuple[Any, Any]] = []
         received = self._rows(slot) if sent is None else self._sent(slot, 0, sent.dtype, sent.width)
@@ -411,7 +413,7 @@ class Handle:
         with contextlib.nullcontext() if staged else _Refusing(self, "", -1):   # a staged combine is no operation of the group
             self._check_open("combine")
             self._check_landed("combine")
-            if self._slot < 0 or self.group.slot_owner[self._slot] not in (self.id, -self.id):
+            if self._slot < 0 or self._slot != self._held_slot or self.group.slot_owner[self._slot] not in (self.id, -self.id):
                 raise refused(EpError("combine needs a dispatch of this handle before it; its slot was never filled or went to another handle"),
                               Refusal.ORDER)
             slot = self._slot
