@@ -67,7 +67,7 @@ def main() -> None:
         print(f"\n== {version}")
         for name, changed in effects.items():
             print(f"   {name}: {'; '.join(changed)}")
-        print(textwrap.indent(textwrap.fill(str(races[version] or "no race in 10 schedules"), 110), "   "))
+        print(textwrap.indent(str(races[version] or "no race in 10 schedules"), "   "))
     right, *broken = races.values()
     assert right is None and all(isinstance(race, RaceError) for race in broken)
     assert "no release of system scope" in str(broken[0])

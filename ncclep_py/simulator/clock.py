@@ -6,6 +6,8 @@ counts its effects. Knowledge travels only by barriers, by kernel order in a str
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 __all__ = ["Agent", "Ledger", "Site"]
@@ -18,6 +20,7 @@ Site = tuple[str, str, int, str]
 
 HOST = -1
 """Block index of the host's slot of a rank."""
+KEPT_RELEASES = 2000
 
 
 class Ledger:
@@ -27,12 +30,14 @@ class Ledger:
         slots: (rank, block, warp) of each slot.
         logs: per slot, the site at each of its times; index 0 is the beginning.
         capacity: length of every clock.
+        releases: the newest (slot, time, scope, what it carried) of all releases wider than a block, for messages.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.slots: list[tuple[int, int, int]] = []
         self.logs: list[list[Site | None]] = []
+        self.releases: deque[tuple[int, int, str, Clock]] = deque(maxlen=KEPT_RELEASES)
         self._index: dict[tuple[int, int, int], int] = {}
 
     def slot(self, rank: int, block: int, warp: int) -> int:
@@ -133,3 +138,4 @@ class Agent:
         self.released_gpu = self.clock.copy()
         if scope == "sys":
             self.released_sys = self.released_gpu
+        self.ledger.releases.append((self.slot, self.time, scope, self.released_gpu))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import bisect
 import ctypes
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from ncclep_py.simulator.clock import Agent, Ledger
 from ncclep_py.simulator.errors import OutOfBoundsError, RaceError
+from ncclep_py.simulator.story import race_story
 
 if typing.TYPE_CHECKING:
     import torch
@@ -213,8 +214,9 @@ class Memory:
                 self._race(agent, region, part, g, int(bad.argmax()), "reads", writers, writes, "writes")
             if constant and (late := agent.start[writers] < writes).any():
                 i = int(late.argmax())
-                raise RaceError(f"{self._me(agent)} reads {self._where(region, part, g.start + i)} with ld.nc, but it was written during this kernel "
-                                f"by {self.ledger.describe(int(writers[i]), int(writes[i]))}")
+                where, slot, time = self._where(region, part, g.start + i), int(writers[i]), int(writes[i])
+                raise RaceError(f"{self._me(agent)} reads {where} with ld.nc, but it was written during this kernel by "
+                                f"{self.ledger.describe(slot, time)}: such a load may see memory as it was before the kernel, whatever orders it.")
             part.reads[g, agent.slot] = agent.time
             for word in self._words(region, part, b, e):
                 word.check_plain(self, agent, region, part, writing=False)
@@ -237,7 +239,7 @@ class Memory:
             unread = part.reads[g] > agent.clock
             if unread.any():
                 i, slot = (int(x) for x in np.argwhere(unread)[0])
-                self._race(agent, region, part, g, i, "writes", {i: slot}, {i: int(part.reads[g][i, slot])}, "reads")
+                self._race(agent, region, part, g, i, "writes", slot, part.reads[g][:, slot], "reads")
             writers[:], writes[:] = agent.slot, agent.time
             for word in self._words(region, part, b, e):
                 word.check_plain(self, agent, region, part, writing=True)
@@ -255,7 +257,7 @@ class Memory:
                 self._race(agent, region, part, g, int(bad.argmax()), "accesses (relaxed)", part.writers[g], part.writes[g], "writes (weak)")
             if writing and (unread := part.reads[g] > agent.clock).any():
                 i, slot = (int(x) for x in np.argwhere(unread)[0])
-                self._race(agent, region, part, g, i, "writes (relaxed)", {i: slot}, {i: int(part.reads[g][i, slot])}, "reads (weak)")
+                self._race(agent, region, part, g, i, "writes (relaxed)", slot, part.reads[g][:, slot], "reads (weak)")
 
     def forgive(self, rank: int) -> None:
         """What `rank` accessed so far is over: a time-out passed since."""
@@ -283,21 +285,28 @@ class Memory:
         return self.ledger.describe(agent.slot, agent.time)
 
     @staticmethod
-    def _where(region: Region, part: Part, granule: int) -> str:
+    def _where(region: Region, part: Part, granule: int, count: int = 1) -> str:
         begin = granule * part.granule
-        return f"{part.name}[{begin}:{min(begin + part.granule, part.end - part.begin)}] of rank {region.rank}"
+        return f"{part.name}[{begin}:{min(begin + count * part.granule, part.end - part.begin)}] of rank {region.rank}"
 
-    def _race(self, agent: Agent, region: Region, part: Part, g: slice, i: int, mine: str, slots: Mapping[int, int] | np.ndarray,
-              times: Mapping[int, int] | np.ndarray, theirs: str) -> None:
+    def _race(self, agent: Agent, region: Region, part: Part, g: slice, i: int, mine: str, slots: np.ndarray | int, times: np.ndarray,
+              theirs: str) -> None:
+        """`slots` at `times` did `theirs` to granules from ``g.start``; the race is at number `i`."""
+        slot, time, count = int(slots if isinstance(slots, int) else slots[i]), int(times[i]), 1
+        same = times == time if isinstance(slots, int) else (times == time) & (slots == slot)
+        while i + count < len(same) and same[i + count]:
+            count += 1
         where = self._where(region, part, g.start + i)
-        raise RaceError(self.sentence(agent, where, mine, int(slots[i]), int(times[i]), theirs))
+        raise RaceError(self.sentence(agent, where, mine, slot, time, theirs, span=self._where(region, part, g.start + i, count)))
 
-    def sentence(self, agent: Agent, where: str, mine: str, slot: int, time: int, theirs: str) -> str:
-        """A race in words: both sides, the bytes, and the ordering that is missing."""
+    def sentence(self, agent: Agent, where: str, mine: str, slot: int, time: int, theirs: str, note: str = "", span: str = "") -> str:
+        """A race in words: both sides, the bytes, and the ordering that is missing; first as a sentence, then as a story (`span`: all bytes that
+        the same two accesses race for)."""
         ledger, known = self.ledger, int(agent.clock[slot])
         rank = ledger.slots[slot][0]
         last = ledger.logs[slot][known] if 0 < known < len(ledger.logs[slot]) else None
         seen = f"only up to its {last[0]} in {last[3]}" if last else "nothing yet"
         how = "no barrier or acq_rel.gpu access" if rank == agent.rank else "no release of system scope after that access, acquired by an acquire,"
         return (f"{self._me(agent)} {mine} {where}, and {ledger.describe(slot, time)} {theirs} it: {how} orders the two. "
-                f"Of {ledger.name(slot)}, this warp has seen {seen} (time {known} of {time}).")
+                f"Of {ledger.name(slot)}, this warp has seen {seen} (time {known} of {time}).{note}\n"
+                + race_story(agent, span or where, mine, slot, time, theirs))

@@ -12,6 +12,7 @@ from greenlet import getcurrent
 from ncclep_py.simulator.clock import HOST, Agent
 from ncclep_py.simulator.errors import DeadlockError
 from ncclep_py.simulator.policy import NEVER
+from ncclep_py.simulator.story import deadlock_story, quoted
 from ncclep_py.simulator.task import Block, Stream, Task
 from ncclep_py.simulator.words import Store, Word
 
@@ -298,14 +299,20 @@ class Scheduler:
         stuck = [s for s in self.sim.streams if s.busy and s.rank not in self.dead]
         if not stuck:
             return
-        lines = []
+        lines: list[str] = []
+        waiting: list[Task] = []
+        told: set[tuple[str, int]] = set()   # lines quoted
         for stream in self.sim.streams:
             tasks = self.waiting[stream.rank] + self._at_barrier(stream)
-            lines += [f"{task.at()}: {task.waits_for()[0]}" for task in tasks if task.waits_for]
+            waiting += tasks
+            for task in (t for t in tasks if t.waits_for):
+                lines.append(f"{task.at()}: {task.waits_for()[0]}")   # type: ignore[misc]
+                lines += [] if task.site[1:3] in told else quoted(task.site, "    ")
+                told.add(task.site[1:3])
             if not stream.busy:
                 what = "died" if stream.rank in self.dead else f"is idle after {stream.started} kernels and host calls"
                 lines.append(f"rank {stream.rank}: {what}")
-        raise DeadlockError("nothing can run:\n  " + "\n  ".join(lines))
+        raise DeadlockError("nothing can run:\n  " + "\n  ".join(lines) + "\n" + deadlock_story(self, waiting))
 
     def _at_barrier(self, stream: Stream) -> list[Task]:
         return [t for t in self.parked_at_barriers() if t.rank == stream.rank]

@@ -11,6 +11,7 @@ from greenlet import greenlet
 
 from ncclep_py.simulator.clock import Agent, Clock, Site
 from ncclep_py.simulator.errors import RaceError, UniformityError
+from ncclep_py.simulator.story import race_story
 
 __all__ = ["Block", "Cell", "Launch", "Stream", "Task"]
 
@@ -83,7 +84,8 @@ class Cell:
         if not task.agent.knows(slot, time):
             ledger = task.agent.ledger
             raise RaceError(f"{ledger.describe(task.agent.slot, task.agent.time)} {mine} shared memory {self.name!r}, and "
-                            f"{ledger.describe(slot, time)} {theirs} it: no barrier orders the two.")
+                            f"{ledger.describe(slot, time)} {theirs} it: no barrier orders the two.\n"
+                            + race_story(task.agent, f"shared memory {self.name!r}", mine, slot, time, theirs))
 
 
 class Block:

@@ -186,6 +186,7 @@ class Words:
         if order not in ("release", "acq_rel"):
             return agent.released_gpu, agent.released_sys
         now = agent.clock.copy()
+        agent.ledger.releases.append((agent.slot, agent.time, scope, now))
         return now, now if scope == "sys" else agent.released_sys
 
     def _check_scope(self, agent: Agent, word: Word, scope: str, writing: bool) -> None:
@@ -204,7 +205,7 @@ class Words:
     def _narrow(self, agent: Agent, word: Word, mine: str, slot: int, time: int, theirs: str) -> None:
         part = word.region.part(word.address)
         where = f"{part.name}[{word.address - word.region.address - part.begin}] of rank {word.region.rank}"
-        raise RaceError(self.memory.sentence(agent, where, mine, slot, time, theirs) + " Both accesses need system scope.")
+        raise RaceError(self.memory.sentence(agent, where, mine, slot, time, theirs, " Both accesses need system scope."))
 
 
 def _both(a: Clock | None, b: Clock | None) -> Clock | None:
