@@ -1,0 +1,116 @@
+"""Who sends what to whom: seeded routings, and routings recorded from a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from ncclep_py.bench.case import Case
+
+__all__ = ["ROUTINGS", "expert_load", "record", "routing", "traffic"]
+
+ROUTINGS = {
+    "uniform": "distinct experts, all alike",
+    "zipf": "distinct experts by Zipf's law (exponent 1), in an order all ranks share",
+    "one_rank": "distinct experts of rank 0 only",
+    "group_limited": "DeepSeek-V3's gating on random scores: the best 4 of 8 groups by the sum of their two best scores, then the best experts of these",
+}
+GROUPS, CHOSEN_GROUPS = 8, 4
+
+
+def routing(case: Case, rank: int) -> torch.Tensor:
+    """Expert ids ``[T, K]`` int64 of one rank; the same for every implementation and machine."""
+    import torch
+
+    from ncclep_py.testing import random_routing
+
+    tokens, topk, experts = case.tokens, case.topk, case.experts
+    if case.routing == "one_rank":
+        if topk > case.local_experts:
+            raise ValueError(f"routing one_rank needs topk to be at most the {case.local_experts} experts of a rank, got {topk}")
+        experts = case.local_experts
+    if case.routing in ("uniform", "one_rank"):
+        if tokens <= 4096 and case.algorithm == "ll":
+            return random_routing(rank, tokens, topk, experts)
+        return torch.rand(tokens, experts, generator=torch.Generator().manual_seed(rank + 1)).topk(topk, 1).indices
+    if case.routing == "zipf":
+        order = torch.randperm(experts, generator=torch.Generator().manual_seed(7))
+        noise = _gumbel(torch.rand(tokens, experts, generator=torch.Generator().manual_seed(rank + 99)))
+        return order[(noise - torch.log(torch.arange(1, experts + 1).float())).topk(topk, 1).indices]
+    if case.routing == "group_limited":
+        return _group_limited(torch.rand(tokens, experts, generator=torch.Generator().manual_seed(rank + 5)), topk)
+    return _recorded(Path(case.routing), case, rank)
+
+
+def _gumbel(uniform: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise: the top k of it plus log-weights are k draws without replacement."""
+    return -(-uniform.clamp(1e-9, 1 - 1e-7).log()).log()
+
+
+def _group_limited(scores: torch.Tensor, topk: int) -> torch.Tensor:
+    """The gating of the DeepSeek-V3 report (arXiv 2412.19437, 2.1.2), without its bias."""
+    tokens, experts = scores.shape
+    groups = GROUPS if experts % GROUPS == 0 and experts // GROUPS >= 2 and topk <= CHOSEN_GROUPS * experts // GROUPS else 1
+    if groups == 1:
+        raise ValueError(f"routing group_limited needs experts in {GROUPS} groups of at least 2 and topk within {CHOSEN_GROUPS} of them, got {experts} "
+                         f"experts and topk {topk}")
+    by_group = scores.view(tokens, groups, -1)
+    chosen = by_group.topk(2, 2).values.sum(2).topk(CHOSEN_GROUPS, 1).indices
+    open_to = by_group.new_full((tokens, groups), float("-inf")).scatter(1, chosen, 0.0)
+    return (by_group + open_to[:, :, None]).view(tokens, experts).topk(topk, 1).indices
+
+
+def record(path: str | Path, topk_idx: torch.Tensor, num_experts: int) -> None:
+    """Keep the ids a model chose, for `--routing FILE`.
+
+    Args:
+        path: a ``.pt`` file.
+        topk_idx: ``[N, K]`` ids in [0, num_experts) or -1, in the order in which the model saw its tokens.
+        num_experts: E.
+    """
+    import torch
+
+    if topk_idx.ndim != 2 or topk_idx.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"topk_idx must be [N, K] int32 or int64, got {list(topk_idx.shape)} {topk_idx.dtype}")
+    if topk_idx.numel() and (int(topk_idx.max()) >= num_experts or int(topk_idx.min()) < -1):
+        raise ValueError(f"topk_idx must hold -1 or ids in [0, {num_experts}), got {int(topk_idx.min())} to {int(topk_idx.max())}")
+    torch.save({"topk_idx": topk_idx.detach().cpu(), "num_experts": num_experts}, path)
+
+
+def _recorded(path: Path, case: Case, rank: int) -> torch.Tensor:
+    """This rank's part of a recorded routing: consecutive tokens, from the start again where the recording ends."""
+    import torch
+
+    try:
+        held: Any = torch.load(path, weights_only=True)
+    except (OSError, RuntimeError, ValueError) as e:
+        raise ValueError(f"routing must be one of {', '.join(ROUTINGS)} or a file of bench.routing.record, got {path}: {e}") from e
+    if not isinstance(held, dict) or not {"topk_idx", "num_experts"} <= held.keys():
+        raise ValueError(f"{path} must hold topk_idx and num_experts (bench.routing.record writes them)")
+    ids = held["topk_idx"].to(torch.int64)
+    if held["num_experts"] != case.experts or ids.shape[1] != case.topk or not len(ids):
+        raise ValueError(f"{path} holds {len(ids)} tokens with {ids.shape[1]} of {held['num_experts']} experts, the case has {case.topk} of {case.experts}")
+    return ids[(torch.arange(case.tokens) + rank * case.tokens) % len(ids)]
+
+
+def expert_load(case: Case) -> list[int]:
+    """Rows each expert receives from all ranks, ``[E]``."""
+    import torch
+
+    ids = torch.cat([routing(case, r).flatten() for r in range(case.ranks)])
+    return torch.bincount(ids[ids >= 0], minlength=case.experts).tolist()
+
+
+def traffic(case: Case) -> list[list[int]]:
+    """Distinct tokens each rank (row) sends to each rank (column), ``[R][R]``."""
+    import torch
+
+    rows = []
+    for rank in range(case.ranks):
+        ids = routing(case, rank)
+        hosts = torch.where(ids >= 0, ids // case.local_experts, -1)
+        rows.append([int((hosts == p).any(1).sum()) for p in range(case.ranks)])
+    return rows
