@@ -11,17 +11,20 @@ import dataclasses
 import json
 import pathlib
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from ncclep_py.timeline import Event, add_trace_argument, write_chrome_trace
 
 if TYPE_CHECKING:
     import torch
 
     from ncclep_py.communicator import Communicator
 
-__all__ = ["TEXT", "add_arguments", "main", "run"]
+__all__ = ["TEXT", "Seen", "add_arguments", "main", "run"]
 
 TEXT = """
 A router looks at a word and chooses a few experts for it. The experts live on many processors, so the word has to travel. It is written down as a
@@ -53,6 +56,22 @@ class Job:
     seed: int
     layout: str = "expert_major"
     algorithm: str = "ll"
+    trace: bool = False
+
+
+@dataclasses.dataclass
+class Seen:
+    """What a run shows besides its result.
+
+    Attributes:
+        load: tokens of each expert over all steps, ``[E]``.
+        rows: rows from each rank to each rank over all steps, ``[R][R]``.
+        events: timeline of all ranks, if traced.
+    """
+
+    load: list[int] = dataclasses.field(default_factory=list)
+    rows: list[list[int]] = dataclasses.field(default_factory=list)
+    events: list[Event] = dataclasses.field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=64, help="elements of a row (default 64)")
     parser.add_argument("--tokens", type=int, default=16, help="tokens per rank and step (default 16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of embedding, router, experts and schedule (default 0)")
+    parser.add_argument("--view", action=argparse.BooleanOptionalAction, help="show expert load and traffic between ranks; default: on a terminal")
+    add_trace_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -76,7 +97,11 @@ def main(args: argparse.Namespace) -> int:
     problem = _impossible(args)
     if problem is None:
         try:
-            return _report(args, run(_job(args), _words(args.text), _progress(args)))
+            seen = Seen()
+            result = run(_job(args), _words(args.text), _progress(args), seen)
+            if args.trace:
+                write_chrome_trace(seen.events, args.trace, simulated=result["backend"] == "sim")
+            return _report(args, result, seen)
         except (ValueError, TypeError, OSError, NotImplementedError, RuntimeError, ImportError) as e:
             problem = f"{type(e).__name__}: {e}"
     if args.json:
@@ -100,7 +125,8 @@ def _job(args: argparse.Namespace) -> Job:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.topk > args.experts:
         raise ValueError(f"--topk must be at most --experts = {args.experts}, got {args.topk}")
-    return Job(args.ranks, args.backend, args.experts, args.topk, args.hidden, args.tokens, args.seed, args.layout, args.algorithm)
+    return Job(args.ranks, args.backend, args.experts, args.topk, args.hidden, args.tokens, args.seed, args.layout, args.algorithm,
+               bool(args.trace))
 
 
 def _words(path: str | None) -> list[str]:
@@ -220,8 +246,9 @@ class Layer:
         return total.to(rows.dtype)
 
 
-def _rank_program(comm: Communicator, job: Job, words: list[str], progress: Callable[[int, int], None]) -> torch.Tensor:
-    """What one rank does; returns its combined rows of all steps, on the CPU."""
+def _rank_program(comm: Communicator, job: Job, words: list[str],
+                  progress: Callable[[int, int], None]) -> tuple[torch.Tensor, torch.Tensor, list[Event]]:
+    """What one rank does; returns its combined rows of all steps, their expert ids, both on the CPU, and its timeline."""
     import torch
 
     from ncclep_py.config import Algorithm, GroupConfig, Layout
@@ -229,15 +256,17 @@ def _rank_program(comm: Communicator, job: Job, words: list[str], progress: Call
 
     layer = Layer(job, comm.device)
     config = GroupConfig(num_experts=job.experts, max_dispatch_tokens_per_rank=job.tokens, hidden=job.hidden, num_topk=job.topk,
-                         algorithm=Algorithm.HIGH_THROUGHPUT if job.algorithm == "ht" else Algorithm.LOW_LATENCY)
+                         algorithm=Algorithm.HIGH_THROUGHPUT if job.algorithm == "ht" else Algorithm.LOW_LATENCY,
+                         trace=job.trace)
     steps = _steps(job, words)
-    results = []
+    results, routed = [], [torch.zeros(0, job.topk, dtype=torch.int64)]
     layout = Layout[job.layout.upper()]
     with Group.create(comm, config) as group, group.create_handle(layout, num_topk=job.topk) as handle:
         local = job.experts // job.ranks
         for step in range(steps):
             rows = layer.rows(_share(job, words, step, comm.rank))
             ids, weights = layer.route(rows)
+            routed.append(ids.cpu())
             if job.algorithm == "ht":
                 results.append(_high_throughput(comm, layer, handle, rows, ids, weights).cpu())
                 if comm.rank == 0:
@@ -256,7 +285,8 @@ def _rank_program(comm: Communicator, job: Job, words: list[str], progress: Call
             if comm.rank == 0:
                 progress(step + 1, steps)
         group.check()
-    return torch.cat(results) if results else torch.zeros(0, job.hidden, dtype=torch.bfloat16)
+        events = group.timeline() if job.trace else []
+    return torch.cat(results) if results else torch.zeros(0, job.hidden, dtype=torch.bfloat16), torch.cat(routed), events
 
 
 def _high_throughput(comm: Communicator, layer: Layer, handle: Any, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -283,8 +313,8 @@ def _share(job: Job, words: list[str], step: int, rank: int) -> list[str]:
     return words[first: first + job.tokens]
 
 
-def run(job: Job, words: list[str], progress: Callable[[int, int], None] = lambda done, steps: None) -> dict[str, Any]:
-    """Run the layer on all ranks, then in one process, and compare.
+def run(job: Job, words: list[str], progress: Callable[[int, int], None] = lambda done, steps: None, seen: Seen | None = None) -> dict[str, Any]:
+    """Run the layer on all ranks, then in one process, and compare; `seen` is filled with what there is to look at.
 
     Returns:
         The object `--json` prints. ``verified`` means: every step's rows within two bf16 steps of the largest value of the one-process layer;
@@ -293,14 +323,19 @@ def run(job: Job, words: list[str], progress: Callable[[int, int], None] = lambd
     import torch
 
     from ncclep_py.local_world import LocalWorld
+    from ncclep_py.views import routing_counts
 
     if job.experts % job.ranks:
         raise ValueError(f"--experts must be a multiple of --ranks, got {job.experts} over {job.ranks}")
     started = time.perf_counter()
     with LocalWorld(job.ranks, job.backend, seed=job.seed) as world:
-        outputs = world.run(_rank_program, job, words, progress)
+        of_ranks = world.run(_rank_program, job, words, progress)
         backend, device = world.backend, world.communicators[0].device
     seconds = time.perf_counter() - started
+    outputs = [rows for rows, _, _ in of_ranks]
+    if seen is not None:
+        seen.load, seen.rows = routing_counts([ids for _, ids, _ in of_ranks], job.experts, by_rank=job.layout in ("rank_major", "flat"))
+        seen.events = [event for _, _, events in of_ranks for event in events]
     want = _one_process(job, words, device)
     got = _in_text_order(job, words, outputs)
     error = float((got.float() - want.float()).abs().max())
@@ -350,7 +385,7 @@ def _one_process(job: Job, words: list[str], device: torch.device) -> torch.Tens
     return torch.cat(parts)
 
 
-def _report(args: argparse.Namespace, result: dict[str, Any]) -> int:
+def _report(args: argparse.Namespace, result: dict[str, Any], seen: Seen) -> int:
     if args.json:
         sys.stdout.write(json.dumps(result) + "\n")
     else:
@@ -361,4 +396,11 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> int:
             f"against the layer in one process: largest difference {result['max_abs_error']:g}, "
             f"{'equal' if result['bitwise_equal_to_reference'] else 'not equal'} bit for bit: "
             f"{'verified' if result['verified'] else 'NOT VERIFIED'}\n")
+        if args.view or (args.view is None and sys.stdout.isatty()):
+            from ncclep_py.views import can_show_blocks, expert_load, traffic
+
+            width, ascii = shutil.get_terminal_size().columns, not can_show_blocks(sys.stdout)
+            sys.stdout.write(f"\n{expert_load(seen.load, args.ranks, width=width, ascii=ascii)}\n\n{traffic(seen.rows, width=width, ascii=ascii)}\n")
+        if args.trace:
+            sys.stdout.write(f"timeline in {args.trace}: open it in ui.perfetto.dev or chrome://tracing\n")
     return 0 if result["verified"] else 1
