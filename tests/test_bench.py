@@ -1,11 +1,13 @@
-"""What `scripts/bench_ll.py` checks before it times anything, on the simulator, for every kind of case."""
+"""`python -m ncclep_py bench`: statistics, bytes, routings, records and comparison by hand; every kind of case checked in the simulator; peers."""
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
+import dataclasses
+import json
 import multiprocessing as mp
 import pathlib
-import sys
+import types
 from threading import BrokenBarrierError
 from typing import Any
 
@@ -13,77 +15,371 @@ import pytest
 import torch
 
 from ncclep_py import LocalWorld
+from ncclep_py.__main__ import main as command_line
+from ncclep_py.bench import command, compare, record
+from ncclep_py.bench import routing as routings
+from ncclep_py.bench.byte_counts import byte_counts
+from ncclep_py.bench.case import IDENTITY, Case
+from ncclep_py.bench.ht_subject import HTSubject
+from ncclep_py.bench.layer import EpExchange, MoELayer, SplitExchange
+from ncclep_py.bench.ll_subject import LLSubject
+from ncclep_py.bench.peers import all_to_all, deep_ep, nccl_ep, why_not
+from ncclep_py.bench.processes import SpinBarrier
+from ncclep_py.bench.statistics import Figure, differ, slowest
 
-PATH = pathlib.Path(__file__).parent.parent / "scripts" / "bench_ll.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("bench_ll", PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.FLUSH_BYTES = 1024
-    return module
-
-
-@pytest.mark.parametrize("kind", [{}, {"layout": "rank_major"}, {"recipe": "ds_fp8"}, {"layout": "rank_major", "recipe": "ds_fp8"}], ids=str)
-@pytest.mark.parametrize("routing", ["uniform", "one_rank", "zipf"])
-def test_results_are_known(bench: Any, kind: dict[str, str], routing: str) -> None:
-    case = {"ranks": 2, "experts": 16, "tokens": 5, "sms": 2, "topk": 3, "hidden": 512, "routing": routing, **kind}
-
-    def program(comm: Any) -> bool:
-        rank = bench.Rank(comm, case, comm.barrier)
-        right = rank.check()
-        rank.pair(True)
-        rank.group.check()
-        rank.group.close()
-        return right
-
-    with LocalWorld(2, "sim") as world:
-        assert world.run(program) == [True, True]
+TOY = Case(ranks=2, experts=16, topk=3, hidden=512, tokens=5, sms=2, backend="sim")
+SIM = ["bench", "--backend", "sim"]
 
 
-def test_a_wrong_result_is_seen(bench: Any) -> None:
-    case = {"ranks": 1, "experts": 4, "tokens": 2, "sms": 1, "topk": 2, "hidden": 512}
-
-    def program(comm: Any) -> bool:
-        rank = bench.Rank(comm, case, comm.barrier)
-        rank.weights.mul_(2)
-        return rank.check()
-
-    with LocalWorld(1, "sim") as world:
-        assert world.run(program) == [False]
+# ---- statistics ----------------------------------------------------------------------------------------------------------------
+def test_the_slowest_rank_of_each_replay_then_median_and_quartiles() -> None:
+    figure = slowest([[1, 9, 3, 4, 5], [2, 1, 8, 1, 1]])   # slowest: 2 9 8 4 5
+    assert figure == Figure(5, 4, 8, 5)
+    assert figure.noise == 2 and Figure(100, 99.9, 100.1, 10).noise == 2
+    assert Figure.from_json(figure.as_json()) == figure
 
 
-def test_routing_and_bytes(bench: Any) -> None:
-    case = {"ranks": 4, "experts": 64, "tokens": 200, "topk": 8, "hidden": 512}
-    for how in ("uniform", "one_rank", "zipf"):
-        ids = bench.routing({**case, "routing": how}, 1)
+def test_times_of_different_length_are_refused() -> None:
+    for times in ([[1.0], [1.0, 2.0]], [[], []]):
+        with pytest.raises(ValueError, match="same number of times, at least one"):
+            slowest(times)
+
+
+@pytest.mark.parametrize(("other", "told"), [(Figure(104, 104, 104, 9), False), (Figure(104.2, 104, 104.3, 9), True),
+                                             (Figure(120, 100, 140, 9), False)])
+def test_figures_differ_beyond_both_noises(other: Figure, told: bool) -> None:
+    assert differ(Figure(100, 100, 100, 9), other) is told
+
+
+# ---- bytes and routings --------------------------------------------------------------------------------------------------------
+def test_bytes_by_hand() -> None:
+    """2 ranks, 4 experts, 3 tokens each; rank 0 sends (0,1) (0,2) (2,3), rank 1 sends (0,1) three times; rows of 1024 bytes."""
+    case = Case(ranks=2, experts=4, topk=2, hidden=512, tokens=3, backend="sim")
+    load, traffic = [5, 4, 2, 1], [[2, 2], [3, 0]]
+    counts = byte_counts(case, load, traffic)
+    assert counts.per_pair == (12 * 1024, 12 * 1024) and counts.per_rank == (7 * 1024, 12 * 1024)
+    assert counts.physical == ((6 + 12) * 1024, (12 + 6) * 1024)
+    by_rank = byte_counts(dataclasses.replace(case, layout="rank_major"), load, traffic)
+    assert by_rank.per_rank == (7 * 1024, 7 * 1024) and by_rank.physical == ((6 + 7) * 1024, (7 + 6) * 1024)
+    quantised = byte_counts(dataclasses.replace(case, recipe="ds_fp8"), load, traffic)
+    assert quantised.per_rank == (7 * (512 + 16), 12 * 1024) and quantised.physical[0] == 6 * 1024 + 12 * 528
+    assert byte_counts(dataclasses.replace(case, recipe="quant_fwd"), load, traffic).physical[0] == (6 + 12) * 528
+
+
+def test_expert_load_and_traffic_by_hand(tmp_path: pathlib.Path) -> None:
+    routings.record(tmp_path / "r.pt", torch.tensor([[0, 1], [0, 2], [3, 2], [1, 0], [0, -1], [1, 0]]), 4)
+    case = Case(ranks=2, experts=4, topk=2, hidden=64, tokens=3, routing=str(tmp_path / "r.pt"), backend="sim")
+    assert routings.expert_load(case) == [5, 3, 2, 1] and routings.traffic(case) == [[2, 2], [3, 0]]
+    assert routings.routing(dataclasses.replace(case, tokens=4), 1).tolist() == [[0, -1], [1, 0], [0, 1], [0, 2]]
+
+
+@pytest.mark.parametrize("algorithm", ["ll", "ht"])
+def test_seeded_routings(algorithm: str) -> None:
+    case = Case(algorithm, Case(algorithm=algorithm, layout="expert_major").layout, 4, 64, 8, 64, 200, backend="sim")
+    for how in routings.ROUTINGS:
+        ids = routings.routing(dataclasses.replace(case, routing=how), 1)
         assert ids.shape == (200, 8) and all(len(set(row)) == 8 for row in ids.tolist())
         most = int(torch.bincount(ids.flatten(), minlength=64).max())
         assert (int(ids.max()) < 16) == (how == "one_rank") and (most > 150) == (how == "zipf")
-    plain = 4 * 200 * (2 + 2 * 8) * 1024 / 1e6
-    assert bench.moved_mb(case) == round(plain, 1)
-    assert bench.moved_mb({**case, "routing": "one_rank", "layout": "rank_major"}) == round(4 * 200 * 4 * 1024 / 1e6, 1)
-    assert bench.moved_mb({**case, "recipe": "ds_fp8"}) == round(plain - 4 * 200 * 8 * (512 - 16) / 1e6, 1)
+        groups = max(len(set(row)) for row in (ids // 8).tolist())
+        assert groups <= 4 if how == "group_limited" else groups > 1
+        assert torch.equal(ids, routings.routing(dataclasses.replace(case, routing=how), 1))
 
 
-def _meet(barrier: Any, rank: int, answers: Any) -> None:
+def test_bad_routings_are_named(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match=r"topk_idx must hold -1 or ids in \[0, 4\), got 0 to 4"):
+        routings.record(tmp_path / "r.pt", torch.tensor([[0, 4]]), 4)
+    with pytest.raises(ValueError, match=r"topk_idx must be \[N, K\] int32 or int64"):
+        routings.record(tmp_path / "r.pt", torch.tensor([0.5]), 4)
+    routings.record(tmp_path / "r.pt", torch.tensor([[0, 3]]), 4)
+    torch.save([1], tmp_path / "other.pt")
+    for name, said in (("r.pt", "holds 1 tokens with 2 of 4 experts, the case has 3 of 16"), ("other.pt", "must hold topk_idx and num_experts"),
+                       ("none.pt", "routing must be one of uniform, zipf")):
+        with pytest.raises(ValueError, match=said):
+            routings.routing(dataclasses.replace(TOY, routing=str(tmp_path / name)), 0)
+    with pytest.raises(ValueError, match="one_rank needs topk to be at most the 8 experts of a rank, got 9"):
+        routings.routing(dataclasses.replace(TOY, routing="one_rank", topk=9), 0)
+    with pytest.raises(ValueError, match="group_limited needs experts in 8 groups"):
+        routings.routing(dataclasses.replace(TOY, routing="group_limited", experts=12), 0)
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"layout": "flat"}, "layout of a ll case must be one of expert_major, rank_major, got 'flat'"),
+    ({"experts": 15}, "multiple of ranks, 2, got 15"),
+    ({"topk": 17}, "topk must be at most experts, 16, got 17"), ({"tokens": 0}, "tokens must be at least 1, got 0"),
+    ({"recipe": "ds_fp8", "dtype": "fp32"}, "recipe ds_fp8 needs dtype bf16"), ({"recipe": "ds_fp8", "hidden": 64}, "multiple of 512, got 64"),
+    ({"backward": True}, "backward needs algorithm ht")])
+def test_bad_cases_are_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(TOY, **changes)
+
+
+# ---- what is checked before anything is timed ------------------------------------------------------------------------------------
+def checked(case: Case, spoil: Any = None) -> list[bool]:
+    def program(comm: Any) -> bool:
+        subject: Any = (LLSubject if case.algorithm == "ll" else HTSubject)(comm, case)
+        if spoil:
+            spoil(subject)
+        right = subject.check()
+        for name, action in subject.actions().items():
+            if name not in ("flush", "empty_pair"):
+                action()
+        if case.algorithm == "ll":
+            subject.pair()
+        subject.close()
+        return right
+
+    with LocalWorld(case.ranks, "sim") as world:
+        return world.run(program)
+
+
+@pytest.mark.parametrize("how", ["uniform", "one_rank", "zipf"])
+@pytest.mark.parametrize("kind", [
+    {}, {"layout": "rank_major"}, {"recipe": "ds_fp8"}, {"layout": "rank_major", "recipe": "quant_fwd"}, {"dtype": "fp32"},
+    {"algorithm": "ht", "layout": "flat", "backward": True}, {"algorithm": "ht", "layout": "expert_major", "alignment": 4},
+    {"algorithm": "ht", "layout": "expert_major", "recipe": "quant_fwd", "backward": True}], ids=str)
+def test_results_are_known(kind: dict[str, Any], how: str) -> None:
+    assert checked(dataclasses.replace(TOY, routing=how, **kind)) == [True, True]
+
+
+def test_wrong_results_are_seen() -> None:
+    ht = dataclasses.replace(TOY, algorithm="ht", layout="flat")
+    assert checked(TOY, lambda s: s.weights.mul_(2)) == [False, False]
+    assert checked(ht, lambda s: setattr(s, "sources", s.sources.flip(0))) == [False, False]
+    assert checked(ht, lambda s: setattr(s, "expected", lambda quantised: s.tokens)) == [False, False]
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------------------
+def test_the_command_writes_a_record_without_times_in_the_simulator(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "r.json"
+    words = [*SIM, "--tokens", "3", "--dtype", "bf16", "fp32", "--peers", "all", "--layer", "--stamps", "--json", str(file)]
+    assert command_line(words) == 0
+    out = capsys.readouterr().out
+    assert "simulated: results are checked, nothing is timed" in out and "left out, all_to_all_single needs one process per rank" in out
+    held = record.read(file)
+    assert [(row["algorithm"], row["layout"], row["dtype"]) for row in held["rows"]] == [
+        (a, layout, d) for a, layouts in (("ll", ("expert_major", "rank_major")), ("ht", ("flat", "expert_major"))) for layout in layouts
+        for d in ("bf16", "fp32")]
+    for row in held["rows"]:
+        assert row["verified"] and row["exact"] and row["figures"] == {} and row["host_us"] is None and row["share_of_copy"] is None
+        assert set(IDENTITY) < row.keys() and sum(row["expert_load"]) == 4 * 3 * 2 and len(row["traffic"]) == 4 and row["stamps"]
+    assert held["floors"] == {} and held["machine"]["gpu"] == "none: simulated, no times" and held["machine"]["torch"] == torch.__version__
+    assert [(row["direction"], row["tokens_per_s"]) for row in held["layers"]] == [("forward", None), ("forward+backward", None)]
+    assert command_line([*SIM, "--tokens", "3", "--algorithm", "ll", "--compare", str(file)]) == 1   # the others are missing now
+    assert "missing" in capsys.readouterr().out
+    assert command_line(["bench", "compare", str(file), str(file)]) == 0
+    assert capsys.readouterr().out.count("verified") == 8
+
+
+def test_a_failed_case_is_a_row_and_an_exit_code(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "r.json"
+    words = [*SIM, "--algorithm", "ll", "--layout", "expert_major", "--tokens", "3", "--routing", "nowhere.pt", "--json", str(file)]
+    assert command_line(words) == 1
+    assert "routing must be one of uniform" in record.read(file)["rows"][0]["error"] and "nowhere.pt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["bench", "compare", "a"], "compare needs two records, BEFORE and AFTER, got 1"),
+    (["bench", "dance"], "action must be run, compare or report, got dance"),
+    ([*SIM, "--mode", "processes"], "the simulator has all ranks in one process, got mode processes"),
+    ([*SIM, "--algorithm", "ll", "--layout", "flat"], "no layout of ll was asked for"), ([*SIM, "--experts", "9"], "multiple of ranks, 4, got 9"),
+    (["bench", "--compare", "/nowhere.json"], "cannot be read as a record")])
+def test_bad_command_lines_are_sentences(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_record_of_something_else_is_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "r.json").write_text('{"schema": "other"}')
+    with pytest.raises(ValueError, match="must be a record with schema ncclep_py.bench/1, got other"):
+        record.read(tmp_path / "r.json")
+
+
+def test_every_combination_is_a_case() -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words = ("--algorithm ll ht --layout expert_major --tokens 8 64 --sms 4 8 --dtype fp32 bf16 --recipe none quant_fwd --backward --alignment 16")
+    options = parser.parse_args(words.split())
+    made = command.cases(options, "nccl", "local", 1)
+    assert len(made) == len(set(made)) == 2 * 2 * 2 * 3   # no recipe with fp32
+    assert {(c.algorithm, c.backward, c.alignment) for c in made} == {("ll", False, 0), ("ht", True, 16)}
+
+
+# ---- comparison ----------------------------------------------------------------------------------------------------------------
+def row(median: float | None = 100.0, spread: float = 0.0, **changes: Any) -> dict[str, Any]:
+    figures = {} if median is None else {"chained_pair": Figure(median, median - spread, median + spread, 10).as_json()}
+    return {"implementation": "ncclep_py", **dataclasses.asdict(TOY), "verified": True, "figures": figures} | changes
+
+
+@pytest.mark.parametrize(("after", "word"), [
+    (row(103.9), "same"), (row(104.2), "slower"), (row(95.9), "faster"), (row(96.1), "same"), (row(120.0, 20.0), "same"),
+    (row(50.0, verified=False), "wrong"),
+    (row(None, error="it fell over", verified=False), "wrong"), (row(100.0, tokens=9), "missing"), (row(None), "verified")])
+def test_verdicts(after: dict[str, Any], word: str) -> None:
+    verdicts = compare.compare({"rows": [row()]}, {"rows": [after]})
+    assert verdicts[0].word == word and verdicts[0].bad == (word in ("slower", "wrong", "missing"))
+    assert word in compare.lines(verdicts)[0].split()
+
+
+def test_what_was_wrong_before_is_new_or_still_wrong() -> None:
+    for after, word in ((row(), "new"), (row(verified=False), "still wrong")):
+        assert compare.compare({"rows": [row(verified=False)]}, {"rows": [after]})[0].word == word
+
+
+# ---- processes and peers -------------------------------------------------------------------------------------------------------
+def _meet(barrier: SpinBarrier, rank: int, told: Any) -> None:
     barrier.rank = rank
     for _ in range(50):
         barrier.wait(20)
     try:
         barrier.abort() if rank == 0 else barrier.wait(20)
     except BrokenBarrierError:
-        answers.put(rank)
+        told.put(rank)
 
 
-def test_processes_meet_and_learn_that_one_gave_up(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bench_ll", bench)
+def test_processes_meet_and_learn_that_one_gave_up() -> None:
     context = mp.get_context("fork")
-    barrier, answers = bench.SpinBarrier(2), context.Queue()
-    processes = [context.Process(target=_meet, args=(barrier, rank, answers), daemon=True) for rank in range(2)]
+    barrier, told = SpinBarrier(2), context.Queue()
+    processes = [context.Process(target=_meet, args=(barrier, rank, told), daemon=True) for rank in range(2)]
     for p in processes:
         p.start()
-    assert answers.get(timeout=60) == 1
+    assert told.get(timeout=60) == 1
+
+
+PEER = dataclasses.replace(TOY, ranks=2, experts=8, topk=2, hidden=64, tokens=6, dtype="fp32")
+
+
+def _both_ways(rank: int, folder: str, told: Any) -> None:
+    """all_to_all_single over gloo: the exchange alone, and the layer with its gradients."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    comm = types.SimpleNamespace(rank=rank, num_ranks=2, device=torch.device("cpu"), backend="sim")
+    subject = all_to_all.AllToAllSubject(comm, PEER)   # type: ignore[arg-type]
+    right = subject.check()
+    subject.ids[0, 0] = -1
+    right &= subject.check()
+    layer, x = MoELayer(PEER, 16, rank), layer_input(rank)
+    out = layer(x, SplitExchange(PEER))
+    out.square().sum().backward()
+    told.put((rank, right, out.detach().numpy(), x.grad.numpy(), layer.up.grad.numpy()))
+
+
+def layer_input(rank: int) -> torch.Tensor:
+    return torch.randn(PEER.tokens, PEER.hidden, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+
+
+def test_both_exchanges_are_the_layer_of_one_process(tmp_path: pathlib.Path) -> None:
+    context = mp.get_context("fork")
+    told = context.Queue()
+    processes = [context.Process(target=_both_ways, args=(rank, str(tmp_path), told), daemon=True) for rank in range(2)]
+    for p in processes:
+        p.start()
+    split = {got[0]: got for got in (told.get(timeout=60) for _ in processes)}
+
+    def program(comm: Any) -> tuple[Any, ...]:
+        layer, x, exchange = MoELayer(PEER, 16, comm.rank), layer_input(comm.rank), EpExchange(comm, PEER)
+        out = layer(x, exchange)
+        out.square().sum().backward()
+        exchange.close()
+        return out.detach(), x.grad, layer.up.grad
+
+    with LocalWorld(2, "sim", threads=True) as world:
+        ours = world.run(program)
+    alone, inputs = MoELayer(PEER, 16, None), [layer_input(rank) for rank in range(2)]
+    outs = [alone(x) for x in inputs]
+    sum(out.square().sum() for out in outs).backward()
+    for rank in range(2):
+        want = outs[rank].detach(), inputs[rank].grad, alone.up.grad[4 * rank: 4 * rank + 4]
+        assert split[rank][1] is True
+        for mine, theirs, expected in zip(ours[rank], split[rank][2:], want, strict=True):
+            assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-4) and torch.allclose(torch.from_numpy(theirs), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_peers_say_why_they_are_left_out() -> None:
+    processes = dataclasses.replace(TOY, mode="processes", backend="nccl", dtype="bf16")
+    assert why_not("nccl.ep", processes) == "nccl.ep is not installed" and why_not("deep_ep", processes) == "deep_ep is not installed"
+    assert why_not("all_to_all_single", TOY) == "all_to_all_single needs one process per rank" and why_not("all_to_all_single", processes) == ""
+    assert "as they are" in why_not("all_to_all_single", dataclasses.replace(processes, recipe="ds_fp8"))
+    assert deep_ep.DeepEpSubject.why_not(processes) == "deep_ep needs a GPU per rank"
+    assert "expert_major" in deep_ep.DeepEpSubject.why_not(dataclasses.replace(processes, gpus=2, layout="rank_major"))
+    assert deep_ep.DeepEpSubject.why_not(dataclasses.replace(processes, gpus=2)) == ""
+    assert "only bf16" in nccl_ep.NcclEpSubject.why_not(dataclasses.replace(processes, dtype="fp32"))
+
+
+class Stand:
+    """In the place of a library: every call is kept, with its keywords."""
+
+    def __init__(self, answers: dict[str, Any] | None = None) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.answers = answers or {}
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*words: Any, **named: Any) -> Any:
+            self.calls.append((name, words, named))
+            return self.answers.get(name, self)
+
+        return call
+
+    def named(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(words, named) for called, words, named in self.calls if called == name]
+
+
+@pytest.mark.parametrize(("algorithm", "layout", "fields"), [
+    ("ll", "expert_major", {"tokens"}), ("ll", "rank_major", {"tokens", "topk_weights", "topk_idx"}),
+    ("ht", "flat", {"tokens", "topk_weights", "topk_idx"}), ("ht", "expert_major", {"tokens", "topk_weights"})])
+def test_nccl_ep_is_given_what_its_layouts_want(algorithm: str, layout: str, fields: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand()
+    stand.Algorithm = types.SimpleNamespace(LOW_LATENCY="ll", HIGH_THROUGHPUT="ht")   # type: ignore[attr-defined]
+    stand.Layout = types.SimpleNamespace(EXPERT_MAJOR="em", RANK_MAJOR="rm", FLAT="flat")   # type: ignore[attr-defined]
+    stand.Group = types.SimpleNamespace(create=lambda comm, config: stand)   # type: ignore[attr-defined]
+    monkeypatch.setattr(nccl_ep, "_stream", lambda: 7)
+    case = dataclasses.replace(TOY, algorithm=algorithm, layout=layout)
+    comm: Any = types.SimpleNamespace(rank=0, comm="comm", device=torch.device("cpu"), synchronize=lambda: None, barrier=lambda: None)
+    subject = nccl_ep.NcclEpSubject(comm, case, stand)
+    config = stand.named("GroupConfig")[0][1]
+    assert config["max_token_bytes"] == 1024 and config["num_experts"] == 16 and config["max_num_sms"] == 2
+    assert config.get("max_recv_tokens_per_rank") == (None if algorithm == "ll" else 5 * 2 * (3 if layout == "expert_major" else 1))
+    assert stand.named("DispatchOutputs")[0][1].keys() == fields
+    subject.pair()
+    assert stand.named("dispatch")[0][1]["stream"] == 7 and stand.named("combine")[0][1]["stream"] == 7
+    subject.out.copy_((subject.tokens.float() * subject.copies()).to(subject.out.dtype))
+    assert subject.check()
+    subject.out.mul_(1.1)
+    assert not subject.check()
+
+
+def test_deep_ep_is_called_as_it_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deep_ep.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(deep_ep.dist, "group", types.SimpleNamespace(WORLD="world"))
+    comm: Any = types.SimpleNamespace(rank=0, device=torch.device("cpu"))
+    tokens = torch.ones(5, 512)
+    buffer = Stand({"low_latency_dispatch": ("received", "count", "handle", "event", "hook"), "low_latency_combine": (tokens, "event", "hook"),
+                    "get_dispatch_layout": ("to_rank", "to_node", "to_expert", "in_rank", "event"),
+                    "dispatch": ("received", "ids", "weights", "counts", "handle", "event"), "combine": (tokens, "weights", "event")})
+    made: list[Any] = []
+
+    class Buffer:
+        get_low_latency_rdma_size_hint = staticmethod(lambda *sizes: sizes)
+        set_num_sms = staticmethod(made.append)
+
+        def __new__(cls, *words: Any, **named: Any) -> Any:
+            made.append((words, named))
+            return buffer
+
+    library = types.SimpleNamespace(Buffer=Buffer)
+    subject = deep_ep.DeepEpSubject(comm, TOY, library)
+    subject.pair()
+    assert made == [(("world",), {"num_rdma_bytes": (5, 512, 2, 16), "low_latency_mode": True, "num_qps_per_rank": 8})]
+    assert buffer.named("low_latency_dispatch")[0][0][2:] == (5, 16) and buffer.named("low_latency_combine")[0][0][::3] == ("received", "handle")
+    normal = deep_ep.DeepEpSubject(comm, dataclasses.replace(TOY, algorithm="ht", layout="flat"), library)
+    normal.pair()
+    assert made[1] == 2 and not normal.capturable
+    assert buffer.named("dispatch")[0][1].items() >= {"num_tokens_per_rank": "to_rank", "num_tokens_per_rdma_rank": "to_node",
+                                                      "is_token_in_rank": "in_rank", "num_tokens_per_expert": "to_expert"}.items()
+    assert buffer.named("combine")[0][0] == ("received", "handle")
+
+
+def test_a_record_is_json(tmp_path: pathlib.Path) -> None:
+    made = record.new_record({"gpu": None}, {})
+    record.write(made, tmp_path / "r.json")
+    assert record.read(tmp_path / "r.json") == made == json.loads((tmp_path / "r.json").read_text())

@@ -9,13 +9,13 @@ __all__ = ["add_arguments", "main"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    from ncclep_py.bench import command
+    from ncclep_py.bench.command import add_arguments as add
 
-    command.add_arguments(parser)
+    add(parser)
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    from ncclep_py.bench import command
+    from ncclep_py.bench.command import main as run
 
-    return command.main(options)
+    return run(options)

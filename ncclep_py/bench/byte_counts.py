@@ -3,8 +3,8 @@
 * ``per_pair``: one row per (token, expert), what a library without deduplication sends: T K rows each way.
 * ``per_rank``: one row per (token, distinct rank), self included: the formula of NVIDIA's ``ep_bench``, for combine only in layouts that have one row
   per rank (rank_major, flat), else one per (token, expert).
-* ``physical``: what our kernels read and write in device memory: dispatch reads a row once and writes it to each of its places, combine reads these and
-  writes one row per token. All ranks together.
+* ``physical``: what our kernels read and write in device memory: dispatch reads a row once and writes it to each of its places, combine reads these
+  and writes one row per token. All ranks together.
 """
 
 from __future__ import annotations

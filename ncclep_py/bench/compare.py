@@ -1,7 +1,7 @@
 """Two records case by case, and which differences are more than noise.
 
-Two figures differ if their distance is more than both noises together (``statistics.Figure.noise``). Compared is the chained pair, or the first figure
-both rows have.
+Two figures differ if their distance is more than both noises together (``statistics.Figure.noise``). Compared is the chained pair, or the first
+figure both rows have.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ BAD = ("slower", "wrong", "missing")
 class Verdict:
     """What became of one case: figures before and after (None: none), which figure, a word, and why.
 
-    Words: ``same``, ``faster``, ``slower``, ``new`` (nothing to compare with), ``missing`` (only in the first record), ``wrong`` (verified before, not
-    now), ``still wrong``, ``verified`` (no times, as in the simulator).
+    Words: ``same``, ``faster``, ``slower``, ``new`` (nothing to compare with), ``missing`` (only in the first record), ``wrong`` (verified before,
+    not now), ``still wrong``, ``verified`` (no times, as in the simulator).
     """
 
     case: str
@@ -51,8 +51,8 @@ def _judge(case: str, old: dict[str, Any] | None, new: dict[str, Any] | None) ->
     if new is None:
         return Verdict(case, name, before, None, "missing", "only in the first record")
     if not new.get("verified"):
-        was_right = bool(old and old.get("verified"))
-        return Verdict(case, name, before, after, "wrong" if was_right else "still wrong", str(new.get("error", "results differ from the oracle"))[-200:])
+        was_right, why = bool(old and old.get("verified")), str(new.get("error", "results differ from the oracle"))
+        return Verdict(case, name, before, after, "wrong" if was_right else "still wrong", why[-200:])
     if old is None or not old.get("verified"):
         return Verdict(case, name, None, after, "new", "nothing right to compare with")
     if before is None or after is None:

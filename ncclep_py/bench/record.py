@@ -8,11 +8,12 @@
 * ``rows``: one per case and implementation, with every field of ``bench.case.Case`` and
     * ``implementation``: ``ncclep_py``, ``nccl.ep``, ``all_to_all_single`` or ``deep_ep``;
     * ``verified``: whether received rows and combined rows were right before and after timing; ``exact``: whether this was compared by bits;
-    * ``figures``: name -> ``{"median_us", "low_us", "high_us", "replays"}``, microseconds of the slowest rank. ``pair`` is a dispatch and a combine in a
-      graph of 20 (ht: 4) divided by as many, ``chained_pair`` the slope between graphs of two lengths, in which what a replay costs once drops out;
-      ``eager_pair`` without a graph; ``dispatch`` (slope), ``flushed_pair`` (320 MB written in between, taken off again), ``heads_pair``,
+    * ``figures``: name -> ``{"median_us", "low_us", "high_us", "replays"}``, microseconds of the slowest rank. ``pair`` is a dispatch and a combine
+      in a graph of 20 (ht: 4) divided by as many, ``chained_pair`` the slope between graphs of two lengths, in which what a replay costs once drops
+      out; ``eager_pair`` without a graph; ``dispatch`` (slope), ``flushed_pair`` (320 MB written in between, taken off again), ``heads_pair``,
       ``empty_pair``; ht also ``update``, ``step`` (update and pair) and ``both_passes``. Empty in the simulator, whose times say nothing;
-    * ``host_us``: host microseconds per operation, eager; ``compile_s``: ``{"cold", "warm"}`` seconds until the first handle is ready, or None;
+    * ``host_us``: host microseconds per operation, eager; ``ready_s``: seconds until the handle was ready;
+    * ``compile_s``: ``{"cold", "warm"}`` seconds to compile the case's kernels into an empty cache and to find them again, first row only
     * ``peak_memory_bytes``: most device memory a rank held, torch's and the window; ``bytes``: see ``bench.byte_counts``;
     * ``share_of_copy``: physical bytes over (chained pair x copy bandwidth), or None;
     * ``expert_load`` ``[E]`` rows and ``traffic`` ``[R][R]`` tokens of the routing;

@@ -16,7 +16,7 @@ ROUTINGS = {
     "uniform": "distinct experts, all alike",
     "zipf": "distinct experts by Zipf's law (exponent 1), in an order all ranks share",
     "one_rank": "distinct experts of rank 0 only",
-    "group_limited": "DeepSeek-V3's gating on random scores: the best 4 of 8 groups by the sum of their two best scores, then the best experts of these",
+    "group_limited": "DeepSeek-V3's gating on random scores: the best 4 of 8 groups by their two best scores, then the best experts of these",
 }
 GROUPS, CHOSEN_GROUPS = 8, 4
 
@@ -55,8 +55,8 @@ def _group_limited(scores: torch.Tensor, topk: int) -> torch.Tensor:
     tokens, experts = scores.shape
     groups = GROUPS if experts % GROUPS == 0 and experts // GROUPS >= 2 and topk <= CHOSEN_GROUPS * experts // GROUPS else 1
     if groups == 1:
-        raise ValueError(f"routing group_limited needs experts in {GROUPS} groups of at least 2 and topk within {CHOSEN_GROUPS} of them, got {experts} "
-                         f"experts and topk {topk}")
+        raise ValueError(f"routing group_limited needs experts in {GROUPS} groups of at least 2 and topk within {CHOSEN_GROUPS} of them, "
+                         f"got {experts} experts and topk {topk}")
     by_group = scores.view(tokens, groups, -1)
     chosen = by_group.topk(2, 2).values.sum(2).topk(CHOSEN_GROUPS, 1).indices
     open_to = by_group.new_full((tokens, groups), float("-inf")).scatter(1, chosen, 0.0)
@@ -91,8 +91,9 @@ def _recorded(path: Path, case: Case, rank: int) -> torch.Tensor:
     if not isinstance(held, dict) or not {"topk_idx", "num_experts"} <= held.keys():
         raise ValueError(f"{path} must hold topk_idx and num_experts (bench.routing.record writes them)")
     ids = held["topk_idx"].to(torch.int64)
-    if held["num_experts"] != case.experts or ids.shape[1] != case.topk or not len(ids):
-        raise ValueError(f"{path} holds {len(ids)} tokens with {ids.shape[1]} of {held['num_experts']} experts, the case has {case.topk} of {case.experts}")
+    experts, topk = held["num_experts"], ids.shape[1]
+    if (experts, topk) != (case.experts, case.topk) or not len(ids):
+        raise ValueError(f"{path} holds {len(ids)} tokens with {topk} of {experts} experts, the case has {case.topk} of {case.experts}")
     return ids[(torch.arange(case.tokens) + rank * case.tokens) % len(ids)]
 
 

@@ -1,0 +1,119 @@
+"""What each rank of a benchmark runs, in whatever process it lives."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ncclep_py.bench.subject import measure
+
+if TYPE_CHECKING:
+    from ncclep_py.bench.case import Case
+    from ncclep_py.communicator import Communicator
+
+__all__ = ["LayerJob", "PairJob", "run_layer", "run_pair"]
+
+LENGTHS = {"ll": (20, 100), "ht": (4, 16)}
+"""Actions in the two graphs, by algorithm."""
+
+LAYER_STEPS, LAYER_WARM_UP = 10, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class PairJob:
+    """Dispatch and combine of one implementation; `trace`: stamps instead of times."""
+
+    case: Case
+    implementation: str = "ncclep_py"
+    trace: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerJob:
+    """The MoE layer over one implementation; `width`: columns between an expert's two matrices."""
+
+    case: Case
+    implementation: str
+    width: int
+    backward: bool
+
+
+def run_pair(comm: Communicator, job: PairJob, meet: Callable[[], None] | None = None) -> dict[str, Any]:
+    """One rank's answer: `bench.subject.measure`'s, seconds until ready, most device memory, and stamps."""
+    from ncclep_py.bench.timer import Timer
+
+    case, gpu = job.case, comm.backend == "nccl"
+    _reset_peak(gpu)
+    started = time.perf_counter()
+    subject = _subject(comm, job)
+    ready = time.perf_counter() - started
+    timer = Timer(comm, meet or comm.barrier, *LENGTHS[case.algorithm]) if gpu and not job.trace else None
+    told = measure(subject, timer, case.mode != "local")
+    if job.trace:
+        from ncclep_py.timeline import to_json
+
+        told["stamps"] = to_json(subject.group.timeline())
+    subject.close()
+    return told | {"ready_s": ready, "peak_memory_bytes": _peak(gpu, subject)}
+
+
+def _subject(comm: Communicator, job: PairJob) -> Any:
+    if job.implementation == "ncclep_py":
+        if job.case.algorithm == "ll":
+            from ncclep_py.bench.ll_subject import LLSubject
+
+            return LLSubject(comm, job.case, job.trace)
+        from ncclep_py.bench.ht_subject import HTSubject
+
+        return HTSubject(comm, job.case, job.trace)
+    from ncclep_py.bench.peers import subject_of
+
+    return subject_of(job.implementation)(comm, job.case)
+
+
+def _reset_peak(gpu: bool) -> None:
+    import torch
+
+    if gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(gpu: bool, subject: Any) -> int | None:
+    """Most bytes torch held, and the window, which is not torch's."""
+    import torch
+
+    window = getattr(getattr(subject, "group", None), "window", None)
+    return torch.cuda.max_memory_allocated() + (window.num_bytes if window is not None else 0) if gpu else None
+
+
+def run_layer(comm: Communicator, job: LayerJob, meet: Callable[[], None] | None = None) -> dict[str, Any]:
+    """Seconds of each step of the layer on this rank, and the sum of its output, for comparison."""
+    import torch
+
+    from ncclep_py.bench.layer import EpExchange, MoELayer, SplitExchange
+
+    layer = MoELayer(job.case, job.width, comm.rank).to(comm.device)
+    ours = job.implementation == "ncclep_py"
+    exchange: Any = EpExchange(comm, job.case) if ours else SplitExchange(job.case)
+    if not ours and not torch.distributed.is_initialized():
+        from ncclep_py.bench.peers.all_to_all import _open_group
+
+        _open_group(comm)
+    x = torch.randn(job.case.tokens, job.case.hidden, generator=torch.Generator().manual_seed(comm.rank)).to(job.case.torch_dtype()).to(comm.device)
+    times = []
+    for _ in range(LAYER_WARM_UP + LAYER_STEPS):
+        comm.synchronize()
+        (meet or comm.barrier)()
+        started = time.perf_counter()
+        with torch.set_grad_enabled(job.backward):
+            out = layer(x.detach().requires_grad_(job.backward), exchange)
+            if job.backward:
+                out.float().square().mean().backward()
+        comm.synchronize()
+        times.append(time.perf_counter() - started)
+    if ours:
+        exchange.close()
+    return {"seconds": times[LAYER_WARM_UP:], "sum": float(out.detach().float().sum())}
