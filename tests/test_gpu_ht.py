@@ -81,7 +81,7 @@ def steps(world: LocalWorld, cases: Sequence[Case], inplace: bool = True, epoch:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 def test_ranks(ranks: int, layout: Layout) -> None:
     with LocalWorld(ranks, "nccl") as world:
         cfg = config(ranks * 3, 40, 520, min(3, ranks * 3), num_slots=2)

@@ -79,7 +79,7 @@ def compare(world: LocalWorld, cfg: GroupConfig, counts: list[int], *, rounds: i
     return [r[3] for r in results]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 def test_ranks(ranks: int) -> None:
     with LocalWorld(ranks, "nccl") as world:
         compare(world, config(ranks * 3, 17, 520, min(3, ranks * 3)), [(5 * r + 3) % 18 for r in range(ranks)], rounds=2)
