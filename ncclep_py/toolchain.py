@@ -1,11 +1,13 @@
 """The compilers and headers of the installed wheels: NVRTC for the ``.cu``, numba-cuda for the Python kernels, nvJitLink for both.
 
-Nothing here needs a CUDA device, a driver or a compiler on the machine. numba is imported in `kernel_ltoir` and nowhere else in the package.
+Nothing here needs a CUDA device, a driver or a compiler on the machine. The compiler of the Python kernels is imported in `kernel_compiler` and
+nowhere else in the package; ``NCCLEP_COMPILER=numba-cuda-mlir`` chooses numba-cuda's successor.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -15,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "COMPILERS",
     "DEVICE_SOURCES",
     "KERNEL_FOLDER",
     "MAX_REGISTERS",
     "OLDEST_NCCL",
     "capability",
     "check_loaded_nccl",
+    "chosen_compiler",
     "compile_device",
     "device_source",
     "include_folders",
+    "kernel_compiler",
     "kernel_ltoir",
     "link",
     "nccl_header_version",
@@ -39,6 +44,9 @@ DEVICE_SOURCES = ("lane_ops.cu", "fabric_ops.cu", "rank_ops.cu", "recipe_ops.cu"
 
 MAX_REGISTERS = 128
 """Of a thread: 65536 registers of a multiprocessor over a block of 512."""
+
+COMPILERS = {"numba-cuda": "numba", "numba-cuda-mlir": "numba_cuda_mlir"}
+"""Distribution and package of what can compile the Python kernels; the first unless ``NCCLEP_COMPILER`` names another."""
 
 OLDEST_NCCL = 23000
 SYSTEM_NCCL, SYSTEM_CUDA = Path("/usr/include"), Path("/usr/local/cuda")
@@ -127,7 +135,7 @@ def _library_versions() -> dict[str, str]:
         from cuda.bindings import nvjitlink, nvrtc, nvvm
     except ImportError as e:
         raise ImportError(f"compiling kernels needs cuda-bindings and cuda-core: {_EXTRA}") from e
-    found = {name: _distribution(name) for name in ("numba-cuda", "numba", "llvmlite", "cuda-core", "cuda-bindings")}
+    found = {name: _distribution(name) for name in (*COMPILERS, "numba", "llvmlite", "cuda-core", "cuda-bindings")}
     for part in ("cuda-nvrtc", "nvjitlink", "nvvm", "cuda-nvcc", "cuda-runtime", "cuda-cccl"):   # to the patch release, where they are wheels
         found[part] = "/".join(_distribution(f"nvidia-{part}{suffix}") for suffix in ("-cu12", ""))
     error, major, minor = nvrtc.nvrtcVersion()
@@ -138,10 +146,29 @@ def _library_versions() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Version of everything that has a say in a compiled kernel, without importing numba."""
-    return _library_versions() | {"NCCL headers": version_text(nccl_header_version()), "includes": ":".join(map(str, include_folders()))}
+    headers = {"NCCL headers": version_text(nccl_header_version()), "includes": ":".join(map(str, include_folders()))}
+    return _library_versions() | {"compiler": chosen_compiler()} | headers
 
 
 # ---- compilers -----------------------------------------------------------------------------------------------------------
+def chosen_compiler() -> str:
+    """The distribution that compiles Python kernels; ``ValueError`` if ``NCCLEP_COMPILER`` names one we do not know."""
+    chosen = os.environ.get("NCCLEP_COMPILER") or next(iter(COMPILERS))
+    if chosen not in COMPILERS:
+        raise ValueError(f"NCCLEP_COMPILER must be one of {', '.join(COMPILERS)}, got {chosen!r}")
+    return chosen
+
+
+def kernel_compiler() -> tuple[Any, Any]:
+    """The chosen compiler's ``cuda`` and ``types`` modules."""
+    chosen = chosen_compiler()
+    try:
+        return tuple(importlib.import_module(f"{COMPILERS[chosen]}.{part}") for part in ("cuda", "types"))   # type: ignore[return-value]
+    except ImportError as e:
+        cure = f"numba and numba-cuda: {_EXTRA}" if chosen == "numba-cuda" else f"{chosen}: pip install {chosen}"
+        raise ImportError(f"compiling kernels needs {cure} ({e})") from e
+
+
 def device_source() -> str:
     """The CUDA side of the vocabulary as one program."""
     return "".join((KERNEL_FOLDER / name).read_text() for name in DEVICE_SOURCES)
@@ -184,19 +211,33 @@ def _nvrtc(result: tuple) -> Any:
 
 def kernel_ltoir(factory: Callable[..., Callable[..., None]], shape: object, parameters: Sequence[str], arch: str, body: str = "") -> bytes:
     """The kernel `factory` makes for `shape`, by numba to LTO-IR that calls the device functions by name; `body`: as a C function of that name."""
-    try:
-        from numba import cuda, types
-    except ImportError as e:
-        raise ImportError(f"compiling kernels needs numba and numba-cuda: {_EXTRA} ({e})") from e
     from ncclep_py.kernels.ops import OPS, Vocabulary
 
+    cuda, types = kernel_compiler()
+    beside = _for_mlir(cuda, {name: len(op.parameters) for name, op in OPS.items()}, arch) if chosen_compiler() == "numba-cuda-mlir" else {}
+
     def declare(name: str, arity: int) -> object:
-        return cuda.declare_device(f"ep_{name}", f"int64({', '.join(['int64'] * arity)})", abi="c")
+        return cuda.declare_device(f"ep_{name}", f"int64({', '.join(['int64'] * arity)})", abi="c", **beside)
 
     kernel = factory(shape, Vocabulary({name: declare(name, len(op.parameters)) for name, op in OPS.items()}))
     code, _ = cuda.compile(kernel, (types.int64,) * len(parameters), device=bool(body), cc=capability(arch), output="ltoir",
                            abi="c" if body else "numba", abi_info={"abi_name": body} if body else None)
     return bytes(code)
+
+
+def _for_mlir(cuda: Any, arities: dict[str, int], arch: str) -> dict[str, object]:
+    """What numba-cuda-mlir 0.6 wants besides: it takes no notice of `cc` but asks for this machine's GPU, which need not be there; and it links
+    even where LTO-IR is asked for, so that every operation needs some body (which the LTO-IR it gives back does not contain)."""
+    tools: Any = importlib.import_module("numba_cuda_mlir.tools")
+    tools._cached_cc = capability(arch)
+    return {"link": cuda.LTOIR(_bodies(tuple(sorted(arities.items())), arch))}
+
+
+@functools.cache
+def _bodies(arities: tuple[tuple[str, int], ...], arch: str) -> bytes:
+    """Operations that do nothing, as LTO-IR."""
+    source = "".join(f'extern "C" __device__ long long ep_{name}({", ".join(["long long"] * arity)}) {{ return 0; }}\n' for name, arity in arities)
+    return compile_device(arch, source=source)
 
 
 def link(parts: Sequence[bytes], arch: str, lineinfo: bool = False) -> bytes:
