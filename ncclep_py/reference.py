@@ -473,6 +473,24 @@ def _ht_copy(source: Sequence[Tensor], row_src: Tensor, num_rows: int, fill: flo
     return out
 
 
+def _sum_teams(places: list[tuple[int, Tensor]], rank: int, num_ranks: int, team_size: int | None, hidden: int) -> Tensor:
+    """fp32 [H]: HT sum of (owner rank, row) pairs for a token of `rank`, rows of a team in the order given.
+
+    The rows of the token's own team add up in fp32. Each other team adds its rows up in fp32 and rounds the sum once, to
+    the rows' dtype, to send it; these sums then come in the order of the teams before the own one, cyclic: own team - 1,
+    own team - 2, ... A team without rows sends nothing.
+    """
+    size = team_size or num_ranks
+    if num_ranks % size:
+        raise ValueError(f"team_size must divide the ranks: got {team_size} for {num_ranks} ranks")
+    teams = num_ranks // size
+    rows: list[list[Tensor]] = [[] for _ in range(teams)]  # by distance
+    for owner, row in places:
+        rows[(rank // size - owner // size) % teams].append(row)
+    own, *others = rows
+    return _sum32([*own, *(_sum32(of_team, hidden).to(of_team[0].dtype) for of_team in others if of_team)], hidden)
+
+
 def _ht_weight(ids: Tensor, weights: Tensor, expert: int) -> Tensor:
     """fp32 scalar: weight of a global expert in one token with ids [K], weights [K]; duplicates add up in k order."""
     first, *others = [weights[k] for k, e in enumerate(ids.tolist()) if e == expert]
@@ -567,22 +585,27 @@ def ht_flat_dispatch(
 
 
 def ht_flat_combine(
-    routing: FlatMap, recv_tokens: Sequence[Tensor], recv_topk_weights: Sequence[Tensor] | None = None
+    routing: FlatMap,
+    recv_tokens: Sequence[Tensor],
+    recv_topk_weights: Sequence[Tensor] | None = None,
+    *,
+    team_size: int | None = None,
 ) -> list[HTCombine]:
     """HT FLAT combine: fp32 sum of a token's rows, one per rank, in ascending rank order, rounded once, no weights.
 
     recv_tokens: per receiver [N, H], bf16/fp16/fp32. Backward: recv_topk_weights per receiver fp32 [N, K], placed like
-    the forward topk_weights.
+    the forward topk_weights. team_size: ranks of a team, see `_sum_teams`; None: all ranks are one.
     """
     _check_lists(len(routing.topk_idx), recv_tokens=recv_tokens, recv_topk_weights=recv_topk_weights)
     local, hidden = routing.num_experts // len(recv_tokens), recv_tokens[0].shape[1]
     combined = []
-    for ids, places in zip(routing.topk_idx, routing.rows, strict=True):
+    for rank, (ids, places) in enumerate(zip(routing.topk_idx, routing.rows, strict=True)):
         out = torch.zeros(len(ids), hidden, dtype=recv_tokens[0].dtype)
         grads = None if recv_topk_weights is None else torch.zeros(tuple(ids.shape), dtype=torch.float32)
         for t, (token_ids, token_rows) in enumerate(zip(ids.tolist(), places.tolist(), strict=True)):
             row_of_rank = {e // local: row for e, row in zip(token_ids, token_rows, strict=True) if row >= 0}
-            out[t] = _sum32((recv_tokens[p][row] for p, row in sorted(row_of_rank.items())), hidden).to(out.dtype)
+            summands = [(p, recv_tokens[p][row]) for p, row in sorted(row_of_rank.items())]
+            out[t] = _sum_teams(summands, rank, len(recv_tokens), team_size, hidden).to(out.dtype)
             for k, (e, row) in enumerate(zip(token_ids, token_rows, strict=True)):
                 if grads is not None and recv_topk_weights is not None and row >= 0:
                     column = routing.row_experts[e // local][row].tolist().index(e % local)
@@ -696,24 +719,28 @@ def ht_expert_major_dispatch(
 
 
 def ht_expert_major_combine(
-    routing: ExpertMajorMap, recv_tokens: Sequence[Tensor], recv_topk_weights: Sequence[Tensor] | None = None
+    routing: ExpertMajorMap,
+    recv_tokens: Sequence[Tensor],
+    recv_topk_weights: Sequence[Tensor] | None = None,
+    *,
+    team_size: int | None = None,
 ) -> list[HTCombine]:
     """HT EXPERT_MAJOR combine: fp32 sum of a token's rows in ascending (rank, local expert) order, no weights.
 
     One rounding to the token dtype, at the end. recv_tokens: per receiver [N, H], bf16/fp16/fp32. Backward:
-    recv_topk_weights per receiver fp32 [N], one gradient per row.
+    recv_topk_weights per receiver fp32 [N], one gradient per row. team_size: ranks of a team, see `_sum_teams`; None: all
+    ranks are one.
     """
     _check_lists(len(routing.topk_idx), recv_tokens=recv_tokens, recv_topk_weights=recv_topk_weights)
     local, hidden = routing.num_experts // len(recv_tokens), recv_tokens[0].shape[1]
     combined = []
-    for ids, places in zip(routing.topk_idx, routing.rows, strict=True):
+    for rank, (ids, places) in enumerate(zip(routing.topk_idx, routing.rows, strict=True)):
         out = torch.zeros(len(ids), hidden, dtype=recv_tokens[0].dtype)
         grads = None if recv_topk_weights is None else torch.zeros(tuple(ids.shape), dtype=torch.float32)
         for t, (token_ids, token_rows) in enumerate(zip(ids.tolist(), places.tolist(), strict=True)):
             row_of_expert = {e: row for e, row in zip(token_ids, token_rows, strict=True) if row >= 0}
-            out[t] = _sum32((recv_tokens[e // local][row] for e, row in sorted(row_of_expert.items())), hidden).to(
-                out.dtype
-            )
+            summands = [(e // local, recv_tokens[e // local][row]) for e, row in sorted(row_of_expert.items())]
+            out[t] = _sum_teams(summands, rank, len(recv_tokens), team_size, hidden).to(out.dtype)
             for k, (e, row) in enumerate(zip(token_ids, token_rows, strict=True)):
                 if grads is not None and recv_topk_weights is not None and row >= 0:
                     grads[t, k] = recv_topk_weights[e // local][row]
