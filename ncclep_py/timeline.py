@@ -16,8 +16,8 @@ from typing import Any
 
 from ncclep_py.kernels.stamps import WAITS, Step
 
-__all__ = ["Event", "Operation", "Wait", "add_trace_argument", "chrome_trace", "events_of", "from_json", "operations", "to_json", "waits",
-           "write_chrome_trace"]
+__all__ = ["Event", "Operation", "Wait", "add_trace_argument", "chrome_trace", "events_of", "from_json", "last_pair", "operations", "to_json",
+           "waits", "write_chrome_trace"]
 
 SIMULATED = "simulated, no measurement: one step of the scheduler is drawn as one microsecond"
 STEP_NS = 1000
@@ -83,6 +83,7 @@ class Wait:
     event: Event
     culprit: int
     told_ns: int
+    culprit_block: int = 0
 
 
 def events_of(stamps: Iterable[tuple[int, int, str, int, int]], unit_ns: int = STEP_NS) -> list[Event]:
@@ -124,22 +125,32 @@ def waits(events: Iterable[Event]) -> list[Wait]:
     found = []
     for back in range(1, 1 + min((len(ops) for ops in by_rank.values()), default=0)):
         together = {rank: ops[-back] for rank, ops in by_rank.items()}
-        heads = {rank: _told(op, Step.HEAD) for rank, op in together.items()}
-        counts = {rank: max((e.end_ns for e in op.of(Step.COUNT)), default=None) for rank, op in together.items()}
-        arrived = {rank: max((e.begin_ns for e in op.of(Step.WAIT_ARRIVED)), default=None) for rank, op in together.items()}
+        heads = {rank: _told(op) for rank, op in together.items()}
+        counts = {rank: max(((e.end_ns, e.block) for e in op.of(Step.COUNT)), default=None) for rank, op in together.items()}
+        arrived = {rank: max(((e.begin_ns, e.block) for e in op.of(Step.WAIT_ARRIVED)), default=None) for rank, op in together.items()}
         for op in together.values():
             for step, told in ((Step.WAIT_HEADS, heads), (Step.WAIT_COUNTS, counts), (Step.WAIT_ARRIVED, arrived)):
                 known = {r: t for r, t in told.items() if t is not None}
                 if len(known) == len(together):
-                    culprit = max(known, key=lambda r: (known[r], -r))
-                    found += [Wait(event, culprit, min(known[culprit], event.end_ns)) for event in op.of(step)]
+                    culprit = max(known, key=lambda r: (known[r][0], -r))
+                    at, block = known[culprit]
+                    found += [Wait(event, culprit, min(at, event.end_ns), block) for event in op.of(step)]
     return sorted(found, key=lambda w: w.event)
 
 
-def _told(op: Operation, step: Step) -> int | None:
-    """When a kernel had published its HEAD: block 0 does, or the last block of a kernel that packs its rows first."""
+def _told(op: Operation) -> tuple[int, int] | None:
+    """When and by which block a kernel's HEAD was published: block 0, or the last block of a kernel that packs its rows first."""
     packs = bool(op.of(Step.PACK))
-    return max((e.end_ns for e in op.of(step) if packs or e.block == 0), default=None)
+    return max(((e.end_ns, e.block) for e in op.of(Step.HEAD) if packs or e.block == 0), default=None)
+
+
+def last_pair(events: Iterable[Event]) -> list[Event]:
+    """What each rank did from its last dispatch on."""
+    found: list[Event] = []
+    for ops in operations(events).values():
+        starts = [i for i, op in enumerate(ops) if "dispatch" in op.kernel and "complete" not in op.kernel]
+        found += [event for op in ops[starts[-1] if starts else 0:] for event in op.events]
+    return sorted(found)
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------------------
@@ -174,7 +185,7 @@ def chrome_trace(events: Iterable[Event], simulated: bool) -> dict[str, Any]:
         rows.append(row)
     for number, wait in enumerate(w for w in told.values() if w.culprit != w.event.rank and w.event.begin_ns < w.told_ns <= w.event.end_ns):
         at = {"cat": "waited for", "name": f"rank {wait.event.rank} waited for rank {wait.culprit}", "id": number}
-        rows.append(at | {"ph": "s", "pid": wait.culprit, "tid": 0, "ts": micro(wait.told_ns - start)})
+        rows.append(at | {"ph": "s", "pid": wait.culprit, "tid": wait.culprit_block, "ts": micro(wait.told_ns - start)})
         rows.append(at | {"ph": "f", "bp": "e", "pid": wait.event.rank, "tid": wait.event.block, "ts": micro(wait.event.end_ns - start)})
     source = SIMULATED if simulated else "in-kernel timestamps of the GPU's global timer; stamping itself takes time"
     return {"traceEvents": rows, "displayTimeUnit": "ns", "otherData": {"source": source}}

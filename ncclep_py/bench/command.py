@@ -32,6 +32,8 @@ from ncclep_py.bench.case import DTYPES, RECIPES, Case
 from ncclep_py.bench.peers import PEERS, why_not
 from ncclep_py.bench.routing import ROUTINGS
 from ncclep_py.bench.table import line, table
+from ncclep_py.bench.traces import write_traces
+from ncclep_py.timeline import add_trace_argument
 
 __all__ = ["add_arguments", "cases", "main"]
 
@@ -61,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", nargs="+", choices=["all", *PEERS], default=[], help="other implementations beside ours, where they are installed")
     parser.add_argument("--layer", action="store_true", help="also tokens per second of a MoE layer, ours and over all_to_all_single")
     parser.add_argument("--stamps", action="store_true", help="also a timeline of each case by stamps in the kernels (a run of its own)")
+    add_trace_argument(parser)
     parser.add_argument("--json", metavar="FILE", help="write the record")
     parser.add_argument("--compare", metavar="FILE", help="compare with an earlier record")
     parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="of report")
@@ -272,7 +275,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for done, (case, implementation) in enumerate(jobs):
         if first:
             _progress(done, len(jobs), f"{implementation} {case.name()}")
-        row = row_of(case, implementation, record["floors"].get("copy_gb_s"), options.stamps)
+        row = row_of(case, implementation, record["floors"].get("copy_gb_s"), options.stamps or bool(options.trace))
         record["rows"].append(row)
         if first:
             _progress(len(jobs), len(jobs), "")
@@ -320,6 +323,9 @@ def main(options: argparse.Namespace) -> int:
         return 2
     if options.json and record["rows"]:
         records.write(record, options.json)
+    if options.trace and record["rows"]:
+        for file, row in write_traces(record, options.trace):
+            _tell(f"timeline in {file}: {row['algorithm']}, {row['layout']}, {row['tokens']} tokens")
     bad = _bad(record)
     if options.compare and record["rows"]:
         bad |= _compared(options.compare, record)
