@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_timeline import check_schema, hand_made
 
 from ncclep_py.__main__ import main
 from ncclep_py.bench import record as records
@@ -20,7 +21,6 @@ from ncclep_py.bench import report, series
 from ncclep_py.bench.byte_counts import byte_counts
 from ncclep_py.bench.case import Case
 from ncclep_py.timeline import Event, to_json
-from tests.test_timeline import check_schema, hand_made
 
 pytest.importorskip("matplotlib", reason="needs the extra report")
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from test_mutations import DISPATCH_MUTANTS, effect_mutants, first_red, mutant
 
 from ncclep_py.config import GroupConfig
 from ncclep_py.kernels import ll_combine, ll_dispatch
 from ncclep_py.simulator import DeadlockError, Faults, RaceError, Simulator
 from ncclep_py.simulator.program import Program
-from tests.test_mutations import DISPATCH_MUTANTS, effect_mutants, first_red, mutant
 
 
 def group(num_ranks: int = 2, seed: int = 0, blocks: int = 2, warps: int = 2, **more: object) -> Program:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_timeline import check_schema
 
 from ncclep_py import demo
 from ncclep_py.__main__ import main
 from ncclep_py.views import LEAST_WIDTH, MOST_LINES, can_show_blocks, expert_load, routing_counts, traffic
-from tests.test_timeline import check_schema
 
 
 # ---- counts -----------------------------------------------------------------------------------------------------------------
