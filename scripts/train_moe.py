@@ -4,6 +4,7 @@
     python3 scripts/train_moe.py                                    # 300 steps on the demo's text; GPU if there is one, else the simulator
     python3 scripts/train_moe.py --backend sim --ranks 2 --steps 40 --check
     python3 scripts/train_moe.py --text my.txt --steps 1000
+    torchrun --nproc-per-node 4 scripts/train_moe.py                # one process per rank (and GPU, if there are as many)
 
 Every rank holds all of the model but the experts, of which it holds its share, and a part of the batch. The layer: a top-k router, experts (two-layer
 perceptrons) reached by `ep_dispatch` and `ep_combine`, and a shared expert every row passes. Gradients of what all ranks hold are added up over
@@ -14,13 +15,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ncclep_py import Algorithm, Group, GroupConfig, Layout, LocalWorld
+from ncclep_py import Algorithm, Communicator, Group, GroupConfig, Layout, LocalWorld
 from ncclep_py.autograd import ep_combine, ep_dispatch
 from ncclep_py.demo import TEXT
 
@@ -95,6 +98,20 @@ def batch(job: Job, text: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.
     return text[at[:, None] + torch.arange(-CONTEXT, 0)], text[at]
 
 
+def sum_over_ranks(comm: Any, tensors: list[Any]) -> list[torch.Tensor]:
+    """The sum of each tensor over all ranks, in the same order on each."""
+    if dist.is_available() and dist.is_initialized():   # one process per rank: the group that torchrun's communicator was made from
+        flat = torch.cat([t.flatten().cpu() for t in tensors])
+        dist.all_reduce(flat)
+        return [part.view(t.shape).to(t.device) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+    comm.synchronize()   # others are about to read mine
+    everybody = comm.exchange(tensors)   # by reference: ranks share this process
+    sums = [torch.stack([t.to(comm.device) for t in parts]).sum(0) for parts in zip(*everybody, strict=True)]
+    comm.synchronize()
+    comm.barrier()       # all have read before anybody writes
+    return sums
+
+
 def train_rank(comm: Any, job: Job, text: torch.Tensor, characters: int, tell: Any = None) -> list[float]:
     """One rank's training; the loss over all ranks of every step."""
     model, losses = Model(job, characters, comm.rank).to(comm.device), []
@@ -109,15 +126,11 @@ def train_rank(comm: Any, job: Job, text: torch.Tensor, characters: int, tell: A
             loss = torch.nn.functional.cross_entropy(model(contexts, handle), following, reduction="sum") / (job.ranks * job.tokens)
             loss.backward()
             shared = model.replicated()
-            comm.synchronize()   # others are about to read my gradients
-            everybody = comm.exchange([[p.grad for p in shared], float(loss.detach())])   # by reference: ranks share this process
-            sums = [sum(parts) for parts in zip(*(grads for grads, _ in everybody), strict=True)]
-            comm.synchronize()
-            comm.barrier()       # all have read before anybody writes
-            for p, total in zip(shared, sums, strict=True):
-                p.grad = total
+            *grads, total = sum_over_ranks(comm, [*(p.grad for p in shared), loss.detach()])
+            for p, grad in zip(shared, grads, strict=True):
+                p.grad = grad
             optimizer.step()
-            losses.append(sum(part for _, part in everybody))
+            losses.append(float(total))
             if tell is not None and comm.rank == 0:
                 tell(step, losses[-1])
         group.check()
@@ -161,11 +174,17 @@ def main() -> int:
         if step % max(job.steps // 15, 1) == 0 or step == job.steps - 1:
             print(f"step {step:5d}  loss {loss:.4f}", flush=True)
 
-    with LocalWorld(job.ranks, args.backend, threads=True) as world:
-        losses = world.run(train_rank, job, text, characters, tell)[0]
+    first_rank = os.environ.get("RANK", "0") == "0"
+    if "WORLD_SIZE" in os.environ:
+        job, backend = dataclasses.replace(job, ranks=int(os.environ["WORLD_SIZE"])), "nccl"
+        losses = train_rank(Communicator.from_environment(), job, text, characters, tell)
+    else:
+        with LocalWorld(job.ranks, args.backend, threads=True) as world:
+            losses, backend = world.run(train_rank, job, text, characters, tell)[0], world.backend
     first, last = sum(losses[:5]) / len(losses[:5]), sum(losses[-5:]) / len(losses[-5:])
-    print(f"{job.ranks} ranks on {world.backend}: loss {first:.4f} -> {last:.4f}")
-    if not args.check:
+    if first_rank:
+        print(f"{job.ranks} ranks on {backend}: loss {first:.4f} -> {last:.4f}")
+    if not args.check or not first_rank:
         return int(last >= first)
     worst = max(abs(a - b) / b for a, b in zip(losses, train_alone(job, text, characters), strict=True))
     print(f"largest relative difference from the one-process loss: {worst:.2e}")

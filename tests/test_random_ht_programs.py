@@ -133,7 +133,8 @@ class Rank:
         found: list[tuple[int, int, int]] = []
         ids = [plan.ids(step, r, handle) for r in range(plan.ranks)]
         if layout is Layout.FLAT:
-            return [(s, t, -1) for s in range(plan.ranks) for t, row in enumerate(ids[s].tolist()) if any(first <= e < first + plan.local for e in row)]
+            mine = set(range(first, first + plan.local))
+            return [(s, t, -1) for s in range(plan.ranks) for t, row in enumerate(ids[s].tolist()) if mine & set(row)]
         for local in range(plan.local):
             zone = [(s, t, local) for s in range(plan.ranks) for t in range(len(ids[s])) if (ids[s][t] == first + local).any()]
             found += zone + [(-1, -1, -1)] * (-len(zone) % max(alignment, 1))
