@@ -1,8 +1,12 @@
-"""NVIDIA's ``nccl.ep`` (wheel nccl-extensions), one process per rank, through its public Python names."""
+"""NVIDIA's ``nccl.ep`` (wheel nccl-extensions), one process per rank, through its public Python names.
+
+It compiles kernels at run time with the NCCL headers it was built with: where these are not NCCL_HOME's, let NCCL_EP_HOME name their folder.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +29,8 @@ class NcclEpSubject(Subject):
 
     def __init__(self, comm: Communicator, case: Case, ep: Any = None) -> None:
         super().__init__(comm, case)
+        if os.environ.get("NCCL_EP_HOME"):
+            os.environ["NCCL_HOME"] = os.environ["NCCL_EP_HOME"]   # of this process, in which nothing of ours is compiled
         ep = self.ep = importlib.import_module("nccl.ep") if ep is None else ep
         low_latency = case.algorithm == "ll"
         config: dict[str, Any] = dict(num_experts=case.experts, max_dispatch_tokens_per_rank=case.tokens, max_token_bytes=case.row_bytes,
