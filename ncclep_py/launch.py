@@ -6,10 +6,11 @@ Compile and load for all ranks of a process before any of their kernels runs: lo
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from ncclep_py.compiled import KERNELS, CompiledKernel, KernelSpec, compile_kernel, parameters_of
 from ncclep_py.config import Layout
@@ -99,12 +100,12 @@ class LoadedKernel:
         """Set a variable of 64-bit words of the loaded code."""
         from cuda.bindings import driver
 
-        words = struct.pack(f"<{len(values)}Q", *values)
+        words = np.array(values, np.uint64)
         error, address, size = driver.cuLibraryGetGlobal(self.code.handle, name.encode())
         _checked((error,))
-        if size != len(words):
-            raise RuntimeError(f"{name} of {self.name} has {size} bytes, {len(words)} expected")
-        _checked(driver.cuMemcpyHtoD(address, words, len(words)))
+        if size != words.nbytes:
+            raise RuntimeError(f"{name} of {self.name} has {size} bytes, {words.nbytes} expected")
+        _checked(driver.cuMemcpyHtoD(address, words.ctypes.data, words.nbytes))
 
     def prepare(self, grid: int, block: int, shared_bytes: int, values: Mapping[str, int] | Sequence[int]) -> Launch:
         """A launch with everything but the stream decided; its values can be changed."""

@@ -68,8 +68,11 @@ class DeviceTracer(Tracer):
 
     def load(self, compiled: CompiledKernel, device: int) -> LoadedKernel:
         """A copy of the kernel's code that stamps into this buffer."""
+        from cuda.core import Device
+
         from ncclep_py.launch import LoadedKernel
 
+        Device(device).set_current()
         loaded = LoadedKernel(compiled, device)
         loaded.set_words("ep_trace", (self.buffer.data_ptr(), len(self.kernels), self.blocks, self.launches))
         self.kernels.append(compiled.name)

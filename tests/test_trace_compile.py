@@ -78,6 +78,7 @@ def test_every_kernel_begins_and_ends_its_stamps(name):
     source = inspect.getsource(KERNELS[name][0])
     if name in ("ll_dispatch_send", "ll_rank_major_send"):   # the fused kernel's source
         return
+    assert "trace_begin()" in source, f"{name} should stamp its phases, see ncclep_py/kernels/stamps.py"
     body = source[source.index(f"    def {name}("):]
     assert body.count("trace_begin()") == 1 and body.count("stamp(trace, END)") == 1
     assert body.index("trace_begin()") < body.index("stamp(") < body.index("stamp(trace, END)") or "stamp(trace_begin()" in body
@@ -100,3 +101,37 @@ def test_device_functions_of_stamps():
     assert "%globaltimer" in stamp and stamp.count("st.global.v2.u64") == 1 and "ld.global" not in stamp and "bar." not in stamp
     assert "%smid" in begin and begin.count("ld.volatile.global.u64") >= 4 and begin.count("st.global.v2.u64") == 1
     assert re.search(r"\.visible \.global .*ep_trace\[(4|32)\]", on)
+
+
+def test_each_loaded_kernel_is_told_where_to_stamp(monkeypatch):
+    """The driver's part played by Python: the words a copy of a kernel is given."""
+    import ctypes
+    from types import SimpleNamespace
+
+    import cuda.core
+    from cuda.bindings import driver
+
+    from ncclep_py import launch
+    from ncclep_py.tracing import DeviceTracer
+
+    written, ok, size = [], driver.CUresult.CUDA_SUCCESS, [32]
+
+    def init(self: launch.LoadedKernel, compiled: SimpleNamespace, device: int) -> None:
+        self.name, self.code = compiled.name, SimpleNamespace(handle=f"library of {compiled.name} on {device}")
+
+    def copy(to: int, source: int, count: int) -> tuple:
+        written.append((to, struct.unpack(f"<{count // 8}Q", ctypes.string_at(source, count))))
+        return (ok,)
+
+    monkeypatch.setattr(launch.LoadedKernel, "__init__", init)
+    monkeypatch.setattr(cuda.core, "Device", lambda device: SimpleNamespace(set_current=lambda: None))
+    monkeypatch.setattr(driver, "cuLibraryGetGlobal", lambda library, name: (ok, f"{name.decode()} in {library}", size[0]))
+    monkeypatch.setattr(driver, "cuMemcpyHtoD", copy)
+    tracer = DeviceTracer(SimpleNamespace(data_ptr=lambda: 0x7000), rank=3, blocks=16)
+    for name in ("ll_dispatch", "ll_combine"):
+        tracer.load(SimpleNamespace(name=name), 1)
+    assert written == [(f"ep_trace in library of {name} on 1", (0x7000, i, 16, 256)) for i, name in enumerate(("ll_dispatch", "ll_combine"))]
+    assert tracer.kernels == ["ll_dispatch", "ll_combine"]
+    size[0] = 16
+    with pytest.raises(RuntimeError, match="ep_trace of ll_copy has 16 bytes, 32 expected"):
+        tracer.load(SimpleNamespace(name="ll_copy"), 1)
