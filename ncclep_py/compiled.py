@@ -25,6 +25,8 @@ from ncclep_py.kernels import (
     ll_mask_clean,
     ll_masked_combine,
     ll_masked_dispatch,
+    ll_masked_nvfp4_combine,
+    ll_masked_rank_major_dispatch,
     ll_nvfp4_combine,
     ll_rank_major_dispatch,
     ll_staged,
@@ -53,6 +55,8 @@ KERNELS: dict[str, tuple[Callable[..., Callable[..., None]], tuple[str, ...]]] =
     "ht_copy": (ht_copy.make_ht_copy, ht_copy.PARAMETERS),
     "ll_masked_dispatch": (ll_masked_dispatch.make_ll_masked_dispatch, ll_masked_dispatch.PARAMETERS),
     "ll_masked_combine": (ll_masked_combine.make_ll_masked_combine, ll_masked_combine.PARAMETERS),
+    "ll_masked_rank_major_dispatch": (ll_masked_rank_major_dispatch.make_ll_masked_rank_major_dispatch, ll_masked_rank_major_dispatch.PARAMETERS),
+    "ll_masked_nvfp4_combine": (ll_masked_nvfp4_combine.make_ll_masked_nvfp4_combine, ll_masked_nvfp4_combine.PARAMETERS),
     "ll_mask_clean": (ll_mask_clean.make_ll_mask_clean, ll_mask_clean.PARAMETERS),
 }
 """Factory and run-time parameters by kernel name."""
@@ -131,7 +135,7 @@ def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, lineinfo: bool = Fa
     """The kernel for `arch`, from the disk cache or compiled now. `lineinfo` keeps the source lines of the device
     functions for profilers (numba's for the kernel itself cannot be linked with them: their debug formats differ). `trace`: stamps are written
     (``ncclep_py.tracing``), otherwise they leave nothing behind."""
-    recipe = "NVFP4" if spec.name == "ll_nvfp4_combine" else "DS_FP8" if spec.shape.wire.quantise else None
+    recipe = "NVFP4" if spec.name.endswith("nvfp4_combine") else "DS_FP8" if spec.shape.wire.quantise else None
     if recipe and toolchain.capability(arch) < FP8_CAPABILITY:
         raise NotImplementedError(f"{recipe} needs a GPU that converts to E4M3, of compute capability 8.9 or newer; this one is {arch}: quantise "
                                   "rows yourself and send them with QUANT_FWD, or leave the recipe out")

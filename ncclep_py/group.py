@@ -133,7 +133,7 @@ class Group(Masking):
             if self.comm.capturing():
                 raise EpError(f"{name} for {num_topk} experts per token and {idx_bytes}-byte ids is not loaded, and loading is impossible during "
                               "graph capture: create the handle (or call it once) with these before capturing")
-            name = self.kernel_name(name, layout)
+            name = self.kernel_name(name)
             shape = KernelShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout, wire or PLAIN)
             shared = launch.shared_bytes(shape, self.config.max_dispatch_tokens_per_rank, self.num_blocks, BLOCK_THREADS // 32,
                                          self.comm.max_shared_bytes())

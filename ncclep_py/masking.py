@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ncclep_py.config import Layout
 from ncclep_py.errors import Code, EpClosedError, EpError, EpMaskedError, ErrorRecord
 from ncclep_py.memory_map import WORD
 from ncclep_py.signature import OpKind
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MASKED_KERNELS", "Masking"]
 
-MASKED_KERNELS = {"ll_dispatch": "ll_masked_dispatch", "ll_combine": "ll_masked_combine", "ll_mask_clean": "ll_mask_clean",
-                  "ll_copy": "ll_copy"}
+MASKED_KERNELS = {"ll_dispatch": "ll_masked_dispatch", "ll_rank_major_dispatch": "ll_masked_rank_major_dispatch", "ll_combine": "ll_masked_combine",
+                  "ll_nvfp4_combine": "ll_masked_nvfp4_combine", "ll_mask_clean": "ll_mask_clean", "ll_copy": "ll_copy"}
 """Kernels of groups with ``enable_mask``, by the names of those without."""
 
 
@@ -147,14 +146,10 @@ class Masking:
         begin = getattr(group.local_map.members, name)
         return group._local[begin: begin + count * WORD].view(torch.int64)
 
-    def kernel_name(self, name: str, layout: Layout) -> str:
+    def kernel_name(self, name: str) -> str:
         """Internal: the kernel that does what `name` does."""
         group: Group = self   # type: ignore[assignment]
-        if not group.config.enable_mask:
-            return name
-        if name not in MASKED_KERNELS or layout is Layout.RANK_MAJOR:
-            raise NotImplementedError(f"enable_mask is not built yet for {layout.name} {name}; use EXPERT_MAJOR")
-        return MASKED_KERNELS[name]
+        return MASKED_KERNELS[name] if group.config.enable_mask else name
 
     def lost_ranks(self) -> bool:
         """Internal: whether the group ends with ranks masked out, which may never come to a collective call. Waits for the stream."""

@@ -19,6 +19,7 @@ agree on, too:
   will. A member that is silent *after* its JOIN is not masked: the attempt is given up, and it must show up for JOIN(n + 1) like everybody. It is
   masked only if it stalled for two timeouts inside a kernel, which the model excludes; see M6. Waits for JOIN last a quarter longer than others:
   a member that waits for a dead one's counts or ARRIVED gives up before those wait for its own next JOIN any longer.
+  How many rows RANK_MAJOR brings is told before ARRIVED, which a COMMIT follows: who learns of a COMMIT from another rank may not see ARRIVED itself.
 * M5 JOIN(n + 1) of a rank follows the end of all its blocks' work in attempt n. With M1: remote phases of two attempts never overlap, so attempt
   n + 1 may write over the rows of n. The epoch advances once per attempt, on all members alike (I7).
 * M6 A masked rank finds its vote locked in a later epoch, or the verdict with itself in it: its operation fails there, and all its later ones end
@@ -57,7 +58,7 @@ class WindowMembers:
 
     Attributes:
         joins: ``[2 banks][R sources]`` of u64 {epoch << 32 | status << 24 | detail}.
-        details: ``[2 banks][R sources]`` of four u64 {signature, mask, next epoch (`mask_clean`), unused}.
+        details: ``[2 banks][R sources]`` of four u64 {signature, mask, next epoch (`mask_clean`), epoch << 32 | rows (RANK_MAJOR)}.
         votes: u64 vote of the window's rank {epoch << 32 | state << 29 | mask or reason}, then u64 verdict (rank 0's counts).
         clean: the same three for ``mask_clean``.
         end: end of all.

@@ -260,6 +260,11 @@ class LocalMap:
         return cls(0, 128, 256, headers, tables, table_bytes, config.num_slots, members.end if members else end, kept, kept_bytes, flights, copies,
                    num_staging, members)
 
+    @property
+    def blocks_packed(self) -> int:
+        """u32 counter of blocks that have packed their rows (NVFP4): not `blocks_done`, since a wait may end before all have."""
+        return self.blocks_done + 8
+
     def header(self, slot: int) -> int:
         """Byte offset of a slot's header."""
         return self.headers + 2 * WORD * slot
@@ -282,7 +287,7 @@ class LocalMap:
 
     def regions(self) -> list[tuple[str, int, int]]:
         """(name, first byte, end byte) of every region."""
-        named = [("EPOCH", 0, 8), ("BLOCKS_DONE", 128, 136), ("FAIL", 256, 272), ("SLOT_HEADERS", self.headers, self.tables)]
+        named = [("EPOCH", 0, 8), ("BLOCKS_DONE", 128, 144), ("FAIL", 256, 272), ("SLOT_HEADERS", self.headers, self.tables)]
         named += self.members.regions() if self.members else []
         named += [(f"ROW_TABLE{i}", self.table(i), self.table(i) + self.table_bytes) for i in range(self.num_slots)]
         if not self.num_staging:

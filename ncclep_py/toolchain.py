@@ -39,7 +39,7 @@ __all__ = [
 
 KERNEL_FOLDER = Path(__file__).parent / "kernels"
 DEVICE_SOURCES = ("lane_ops.cu", "fabric_ops.cu", "rank_ops.cu", "recipe_ops.cu", "staged_ops.cu", "ht_ops.cu",
-                  "mask_ops.cu", "trace_ops.cu")
+                  "mask_ops.cu", "mask_row_ops.cu", "trace_ops.cu")
 """In the order in which they form one NVRTC program."""
 
 MAX_REGISTERS = 128

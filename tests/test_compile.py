@@ -62,7 +62,8 @@ def test_kernel_fits_with_the_most_experts_per_token_and_one_rank(name):
 
 @pytest.mark.parametrize("idx_bytes", [4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["ll_rank_major_dispatch", "ll_combine", "ll_nvfp4_combine"])
+@pytest.mark.parametrize("name", ["ll_rank_major_dispatch", "ll_combine", "ll_nvfp4_combine",
+                                  "ll_masked_rank_major_dispatch", "ll_masked_combine", "ll_masked_nvfp4_combine"])
 def test_rank_major_kernel_fits(name, dtype, idx_bytes):
     fits(launch.compile_kernel(launch.KernelSpec(name, shape(dtype, idx_bytes, layout=Layout.RANK_MAJOR))))
     fits(launch.compile_kernel(launch.KernelSpec(name, shape(dtype, idx_bytes, 32, 1, Layout.RANK_MAJOR))))
@@ -119,7 +120,7 @@ def supported() -> set[int]:
 def test_kernel_fits_on_other_architectures(name, arch):
     if int(arch[3:]) not in supported():
         pytest.skip(f"this NVRTC does not know {arch}")
-    if name == "ll_nvfp4_combine" and arch == "sm_80":
+    if name.endswith("nvfp4_combine") and arch == "sm_80":
         with pytest.raises(NotImplementedError, match="NVFP4 needs a GPU that converts to E4M3"):
             launch.compile_kernel(launch.KernelSpec(name, shape()), arch)
     else:

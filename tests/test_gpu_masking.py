@@ -24,17 +24,21 @@ def config(ranks: int, **more: object) -> GroupConfig:
                        timeout_ns=500_000_000, **more)
 
 
-def run(ranks: int, program: object) -> list:
+LAYOUTS = pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR])
+
+
+def run(ranks: int, program: object, layout: Layout = Layout.EXPERT_MAJOR) -> list:
     def body(comm: object) -> object:
         with Group.create(comm, config(ranks)) as group:
-            return program(Rank(group))
+            return program(Rank(group, layout))
 
     with LocalWorld(ranks, "nccl") as world:
         return world.run(body)
 
 
+@LAYOUTS
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_without_a_fault_it_is_the_plain_group(ranks: int) -> None:
+def test_without_a_fault_it_is_the_plain_group(ranks: int, layout: Layout) -> None:
     def program(r: Rank) -> object:
         good = []
         for step in range(20):
@@ -43,13 +47,14 @@ def test_without_a_fault_it_is_the_plain_group(ranks: int) -> None:
         r.group.check()
         return all(good), r.active(), r.group.get_async_error(), r.group.waited_ns().tolist()
 
-    for good, active, flag, waited in run(ranks, program):
+    for good, active, flag, waited in run(ranks, program, layout):
         assert good and active == [1] * ranks and flag == 0
         assert all(0 <= w < 10**9 for w in waited), waited
 
 
+@LAYOUTS
 @pytest.mark.parametrize("missing", [0, 2])
-def test_a_rank_that_does_not_call_is_masked_told_and_readmitted(missing: int) -> None:
+def test_a_rank_that_does_not_call_is_masked_told_and_readmitted(missing: int, layout: Layout) -> None:
     def program(r: Rank) -> object:
         r.dispatch(0)
         good = [r.right(0, r.combine(0), ())]
@@ -73,10 +78,11 @@ def test_a_rank_that_does_not_call_is_masked_told_and_readmitted(missing: int) -
         r.group.check()
         return all(good), r.active(), r.group.get_async_error()
 
-    assert run(3, program) == [(True, [1, 1, 1], 0)] * 3
+    assert run(3, program, layout) == [(True, [1, 1, 1], 0)] * 3
 
 
-def test_a_rank_lost_between_dispatch_and_combine_and_two_at_once() -> None:
+@LAYOUTS
+def test_a_rank_lost_between_dispatch_and_combine_and_two_at_once(layout: Layout) -> None:
     def program(r: Rank) -> object:
         r.dispatch(0)
         if r.rank in (1, 3):
@@ -88,7 +94,7 @@ def test_a_rank_lost_between_dispatch_and_combine_and_two_at_once() -> None:
         r.dispatch(1)
         return good and r.right(1, r.combine(1), ()) and r.active() == [1] * 4
 
-    assert all(run(4, program))
+    assert all(run(4, program, layout))
 
 
 def test_masks_that_differ_become_their_union() -> None:
@@ -168,13 +174,3 @@ def test_a_sleeping_rank_is_masked_told_and_readmitted() -> None:
     for rank, process in enumerate(processes(4, "sleep")):
         assert process.returncode == 0 and "readmitted right" in process.stdout, process.stdout[-1000:] + process.stderr[-3000:]
         assert ("was told" if rank == 1 else "masked right") in process.stdout
-
-
-def test_layouts_without_masks_are_refused() -> None:
-    def program(comm: object) -> None:
-        with Group.create(comm, config(2)) as group:
-            with pytest.raises(NotImplementedError):
-                group.create_handle(Layout.RANK_MAJOR, num_topk=2)
-
-    with LocalWorld(2, "nccl") as world:
-        world.run(program)

@@ -13,8 +13,9 @@ from test_mask_protocol import agree_by_epoch, group, play
 from test_mutations import MASKED, effect_mutants, mutant
 
 from ncclep_py.errors import Code
-from ncclep_py.kernels import ll_mask_clean, ll_masked_combine, ll_masked_dispatch
+from ncclep_py.kernels import ll_mask_clean, ll_masked_combine, ll_masked_dispatch, ll_masked_rank_major_dispatch
 from ncclep_py.simulator import Faults, SimulationError, Simulator
+from ncclep_py.simulator.masked_program import MaskedProgram, MaskedRankMajorProgram
 
 SEEDS = 150
 
@@ -92,6 +93,14 @@ def late_writer(seed: int, **how: object) -> None:
         assert Code.WROTE_LATE in told, told
 
 
+def one_token_each(seed: int, **how: object) -> None:
+    """More blocks than tokens, so that several work on one row."""
+    p = how.pop("program")(Simulator(3, seed, blocks=4), group(Simulator(3)).config, (1, 1, 1), seed=seed, **how)
+    p.play("D X C")
+    p.sim.run()
+    p.check(everybody=True)
+
+
 def any_of(seed: int, **how: object) -> None:
     """One schedule of one of these."""
     (clean, others, play)[seed % 3](seed // 3, **how)
@@ -109,6 +118,7 @@ def first_red(seeds: int = SEEDS, run: Callable[..., object] = any_of, **how: ob
 
 # ---- kernels -----------------------------------------------------------------------------------------------------------------
 DISPATCH, COMBINE, CLEAN = ll_masked_dispatch.make_ll_masked_dispatch, ll_masked_combine.make_ll_masked_combine, ll_mask_clean.make_ll_mask_clean
+RANK_MAJOR = ll_masked_rank_major_dispatch.make_ll_masked_rank_major_dispatch
 JOIN = "publish_join(window, JOINS, DETAILS, rank, RANKS, epoch, signature, mask, epoch, status)"
 JOINED = "code = wait_joins(window, JOINS, DETAILS, VOTES, rank, RANKS, epoch, signature, mask, {}, waited, wrote, fail, record, timeout)"
 COUNTS = "code = wait_member_counts(window, COUNTS, VOTES, rank, RANKS, EXPERTS, epoch, mask, fail, record, timeout)"
@@ -136,10 +146,30 @@ DISPATCH_MUTANTS = {
 COMBINE_MUTANTS = {
     "no wait_joins": [(JOINED.format(1), "code = 0")],
     "the join does not commit": [("signature, mask, 1, waited", "signature, mask, 0, waited")],
-    "rows of masked ranks": [("                                      mask)", "                                      0)")],
+    "rows of masked ranks": [("                                          mask)", "                                          0)")],
     "no conclude": [(CONCLUDE, "")],
     "no await_outcome": [("            if await_outcome(local + OUTCOME, epoch, timeout) != AGAIN:\n                break\n", "")],
     "no second attempt": [("range(ATTEMPTS)", "range(1)")],
+}
+TELL = """            if block_idx() == 0:
+                if warp_idx() == 0:
+                    if (mask >> rank) & 1 == 0:
+                        tell_rows(window, DETAILS, rank, RANKS, epoch)
+"""
+ARRIVE = """                    if warp_idx() == 0:
+                        publish_arrived(window, ARRIVED, rank, RANKS, epoch)
+"""
+SHARED = ("the join commits", "no publish_join", "no settle", "no conclude", "no advance_epoch", "no tell_outcome", "no await_outcome",
+          "no second attempt", "a masked rank joins", "a header without a commit", "a late writer says nothing")
+RANK_MAJOR_MUTANTS = {name: DISPATCH_MUTANTS[name] for name in SHARED} | {
+    "no wait_joins": [(JOINED.format(0), "code = 0")],
+    "no drop_rows": [("drop_rows(TOPK, RANKS, RANKS, PLANE_ROWS, first, end, 1, table, mask)", "pass")],
+    "a masked rank tells rows": [(TELL, TELL.replace("if (mask >> rank) & 1 == 0:", "if 1:"))],
+    "rows are told after ARRIVED": [(TELL, ""), (ARRIVE, ARRIVE + "                        tell_rows(window, DETAILS, rank, RANKS, epoch)\n")],
+    "rows are not told": [(TELL, "")],
+    "rows taken before the commit": [("if code == 0:\n                    take_member_rows", "if 1:\n                    take_member_rows")],
+    "no take_member_rows": [("take_member_rows(window, DETAILS, slot + IDS, rank, RANKS, TOPK, PLANE_ROWS, epoch, mask, src_rank_counters)", "pass")],
+    "every piece sends the routing": [("if begin == 0:", "if 1:")],
 }
 CLEAN_MUTANTS = {
     "no verdict": [("mask = read_verdict(window, VOTES)", "mask = 0")],
@@ -153,20 +183,33 @@ CLEAN_MUTANTS = {
 }
 
 
-def test_nothing_changed_is_green() -> None:
-    same = {"make_dispatch": mutant(DISPATCH), "make_combine": mutant(COMBINE), "make_clean": mutant(CLEAN)}
+@pytest.mark.parametrize("program", [MaskedProgram, MaskedRankMajorProgram])
+def test_nothing_changed_is_green(program: type[MaskedProgram]) -> None:
+    dispatch = DISPATCH if program is MaskedProgram else RANK_MAJOR
+    same = {"make_dispatch": mutant(dispatch), "make_combine": mutant(COMBINE), "make_clean": mutant(CLEAN), "program": program}
     assert first_red(60, **same) is None and first_red(30, late_writer, **same) is None
 
 
 @pytest.mark.parametrize("name", DISPATCH_MUTANTS)
 def test_dispatch_mutant_is_red(name: str) -> None:
     run = late_writer if name == "a late writer says nothing" else any_of
-    assert first_red(2 * SEEDS, run, make_dispatch=mutant(DISPATCH, *DISPATCH_MUTANTS[name])) is not None
+    assert first_red(2 * SEEDS, run, program=MaskedProgram, make_dispatch=mutant(DISPATCH, *DISPATCH_MUTANTS[name])) is not None
+
+
+@pytest.mark.parametrize("name", RANK_MAJOR_MUTANTS)
+def test_rank_major_dispatch_mutant_is_red(name: str) -> None:
+    run = late_writer if name == "a late writer says nothing" else one_token_each if "piece" in name else any_of
+    assert first_red(2 * SEEDS, run, program=MaskedRankMajorProgram, make_dispatch=mutant(RANK_MAJOR, *RANK_MAJOR_MUTANTS[name])) is not None
 
 
 @pytest.mark.parametrize("name", COMBINE_MUTANTS)
 def test_combine_mutant_is_red(name: str) -> None:
-    assert first_red(make_combine=mutant(COMBINE, *COMBINE_MUTANTS[name])) is not None
+    assert first_red(program=MaskedProgram, make_combine=mutant(COMBINE, *COMBINE_MUTANTS[name])) is not None
+
+
+def test_rank_major_combine_leaves_masked_ranks_out() -> None:
+    rows = "sum_member_row(payload, slot, table, out, token, TOPK, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop, mask)"
+    assert first_red(program=MaskedRankMajorProgram, make_combine=mutant(COMBINE, (rows, rows.replace("mask", "0")))) is not None
 
 
 @pytest.mark.parametrize("name", CLEAN_MUTANTS)
@@ -179,7 +222,6 @@ SURVIVORS: dict[str, str] = {
     "wait_joins: ld.weak detail": "JOIN orders it; relaxed is stronger than needed",
     "wait_member_counts: no 1 bar.sync": "the barrier of its second vote is there, too",
     "sum_member_counts: no 3 bar.sync": "the same",
-    "settle: fence.acq_rel.sys last": "only warp 0 goes on",
     "conclude: ld.weak vote": "this warp, or the barrier before, has acquired the verdict; relaxed is stronger than needed",
     "read_verdict: ld.weak vote": "the same",
     "read_verdict: ld.relaxed.gpu vote": "the same",

@@ -7,7 +7,19 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from ncclep_py import EpClosedError, EpError, Group, GroupConfig, Layout, LocalWorld
+from ncclep_py import (
+    CombineConfig,
+    CombineInputs,
+    CombineOutputs,
+    CombineQuant,
+    DispatchInputs,
+    EpClosedError,
+    EpError,
+    Group,
+    GroupConfig,
+    Layout,
+    LocalWorld,
+)
 from ncclep_py import reference as ref
 from ncclep_py.errors import Code, EpMaskedError, EpRefusedError
 from ncclep_py.simulator import Faults
@@ -27,9 +39,9 @@ def world(ranks: int, seed: int = 0) -> LocalWorld:
 class Rank:
     """A rank's inputs of each step, all seeded, and its handle."""
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.rank = group, group.rank
-        self.handle = group.create_handle(Layout.EXPERT_MAJOR, num_topk=TOPK)
+    def __init__(self, group: Group, layout: Layout = Layout.EXPERT_MAJOR) -> None:
+        self.group, self.rank, self.layout = group, group.rank, layout
+        self.handle = group.create_handle(layout, num_topk=TOPK)
 
     def inputs(self, step: int, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rank = self.rank if rank is None else rank
@@ -37,12 +49,14 @@ class Rank:
         return stamped_tokens(rank, TOKENS - rank % 3, HIDDEN, torch.bfloat16, seed=step), ids, weights_like(ids, seed=step)
 
     def dispatch(self, step: int) -> torch.Tensor:
-        tokens, ids, _ = self.inputs(step)
-        self.received = self.handle.dispatch(tokens.to(self.group.comm.device), topk_idx=ids.to(self.group.comm.device))
+        tokens, ids, weights = (x.to(self.group.comm.device) for x in self.inputs(step))
+        more = {} if self.layout is Layout.EXPERT_MAJOR else {"topk_weights": weights}
+        self.received = self.handle.dispatch(tokens, topk_idx=ids, **more)
         return self.received.tokens
 
     def combine(self, step: int) -> torch.Tensor:
-        return self.handle.combine(self.received.tokens, topk_weights=self.inputs(step)[2].to(self.group.comm.device))
+        more = {"topk_weights": self.inputs(step)[2].to(self.group.comm.device)} if self.layout is Layout.EXPERT_MAJOR else {}
+        return self.handle.combine(self.received.tokens, **more)
 
     def sit_out(self, times: int = 1) -> None:
         for _ in range(times):
@@ -51,6 +65,8 @@ class Rank:
     def right(self, step: int, out: torch.Tensor, masked: Sequence[int], lost: Sequence[int] = ()) -> bool:
         """Whether `out` has the oracle's bits: dispatch under `masked`, combine under `masked` and `lost`."""
         every = [self.inputs(step, r) for r in range(self.group.num_ranks)]
+        if self.layout is Layout.RANK_MAJOR:
+            return self._right_by_rank(every, out, masked, lost)
         want = ref.ll_expert_major_dispatch([t for t, _, _ in every], [i for _, i, _ in every], num_experts=self.group.config.num_experts,
                                             max_dispatch_tokens_per_rank=TOKENS, masked=masked)
         counts = self.received.layout_info.expert_counters.tolist()
@@ -58,21 +74,34 @@ class Rank:
         sums = ref.ll_expert_major_combine([e.tokens for e in want], [e.rows for e in want], [w for _, _, w in every], masked=[*masked, *lost])
         return bits_equal(out.cpu(), sums[self.rank])
 
+    def _right_by_rank(self, every: Sequence, out: torch.Tensor, masked: Sequence[int], lost: Sequence[int]) -> bool:
+        want = ref.ll_rank_major_dispatch(*map(list, zip(*every, strict=True)), num_experts=self.group.config.num_experts,
+                                          max_dispatch_tokens_per_rank=TOKENS, masked=masked)
+        mine, counts = want[self.rank], self.received.layout_info.src_rank_counters.tolist()
+        assert counts == mine.src_rank_counters.tolist() and torch.equal(self.received.topk_idx.cpu(), mine.topk_idx)
+        assert all(bits_equal(self.received.tokens[s, :n].cpu(), mine.tokens[s, :n]) for s, n in enumerate(counts))
+        sums = ref.ll_rank_major_combine([e.tokens for e in want], [e.rows for e in want], masked=[*masked, *lost])
+        return bits_equal(out.cpu(), sums[self.rank])
+
     def active(self) -> list[int]:
         return self.group.mask_query().tolist()
 
 
-def run(ranks: int, program: Callable[[Rank], object], seed: int = 0, **more: object) -> list:
+def run(ranks: int, program: Callable[[Rank], object], seed: int = 0, layout: Layout = Layout.EXPERT_MAJOR, **more: object) -> list:
     def body(comm: object) -> object:
         with Group.create(comm, config(ranks, **more)) as group:
-            return program(Rank(group))
+            return program(Rank(group, layout))
 
     with world(ranks, seed) as w:
         return w.run(body)
 
 
+LAYOUTS = pytest.mark.parametrize("layout", [Layout.EXPERT_MAJOR, Layout.RANK_MAJOR])
+
+
+@LAYOUTS
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_without_a_fault_it_is_the_plain_group(ranks: int) -> None:
+def test_without_a_fault_it_is_the_plain_group(ranks: int, layout: Layout) -> None:
     def program(r: Rank) -> object:
         good = True
         for step in range(3):
@@ -81,13 +110,14 @@ def test_without_a_fault_it_is_the_plain_group(ranks: int) -> None:
         r.group.check()
         return good, r.active(), r.group.get_async_error(), r.group.async_error()
 
-    for good, active, flag, error in run(ranks, program):
+    for good, active, flag, error in run(ranks, program, layout=layout):
         assert good and active == [1] * ranks and flag == 0 and error is None
 
 
+@LAYOUTS
 @pytest.mark.parametrize("missing", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_rank_that_never_calls_is_masked_and_readmitted(missing: int, seed: int) -> None:
+def test_a_rank_that_never_calls_is_masked_and_readmitted(missing: int, seed: int, layout: Layout) -> None:
     def program(r: Rank) -> object:
         out, good = None, []
         r.dispatch(0)
@@ -111,14 +141,15 @@ def test_a_rank_that_never_calls_is_masked_and_readmitted(missing: int, seed: in
         r.group.check()
         return all(good), seen, cleaned, r.active(), r.group.get_async_error()
 
-    for rank, (good, seen, cleaned, active, flag) in enumerate(run(3, program, seed)):
+    for rank, (good, seen, cleaned, active, flag) in enumerate(run(3, program, seed, layout)):
         assert good and cleaned == active == [1, 1, 1] and flag == 0
         if rank != missing:
             assert seen[:2] == ([int(r != missing) for r in range(3)], 1)
             assert f"rank {rank}, operation 3, HEAD phase: rank {missing} did not come in time" in seen[2]
 
 
-def test_a_rank_lost_between_dispatch_and_combine() -> None:
+@LAYOUTS
+def test_a_rank_lost_between_dispatch_and_combine(layout: Layout) -> None:
     """Its experts' rows are left out, without renormalising the weights."""
     def program(r: Rank) -> object:
         r.dispatch(0)
@@ -133,7 +164,7 @@ def test_a_rank_lost_between_dispatch_and_combine() -> None:
             r.combine(0)
         return good
 
-    assert all(run(3, program))
+    assert all(run(3, program, layout=layout))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -259,6 +290,51 @@ def test_waits_are_counted_for_the_rank_that_is_slow() -> None:
     assert all(t.dtype == torch.int64 for t in waited)
 
 
+@LAYOUTS
+@pytest.mark.parametrize("missing", [None, 0, 2])
+def test_packed_rows_of_members_only(missing: int | None, layout: Layout) -> None:
+    """NVFP4 combine with a rank that is lost before it, and again with everybody."""
+    ranks, hidden = 3, 512
+    cfg = GroupConfig(num_experts=6, max_dispatch_tokens_per_rank=TOKENS, hidden=hidden, num_topk=TOPK, enable_mask=True)
+    ids = [random_routing(r, TOKENS - r, TOPK, 6, seed=r, dropped=0.1) for r in range(ranks)]
+    tokens, weights = [stamped_tokens(r, TOKENS - r, hidden, torch.bfloat16) for r in range(ranks)], [weights_like(i) for i in ids]
+    how = {"num_experts": 6, "max_dispatch_tokens_per_rank": TOKENS}
+    by_rank = layout is Layout.RANK_MAJOR
+    want = ref.ll_rank_major_dispatch(tokens, ids, weights, **how) if by_rank else ref.ll_expert_major_dispatch(tokens, ids, **how)
+    scales = [2688 / w.tokens.float().abs().amax(-1, keepdim=True).clamp(min=1) for w in want]
+
+    def body(comm: object) -> list[torch.Tensor]:
+        comm.fp4 = True
+        out = []
+        with Group.create(comm, cfg) as group:
+            handle = group.create_handle(layout, num_topk=TOPK)
+            for lost in (None, missing, None):
+                got = handle.dispatch(DispatchInputs(tokens[comm.rank], weights[comm.rank] if by_rank else None), topk_idx=ids[comm.rank])
+                if lost is not None and lost == comm.rank:
+                    comm.sit_out()
+                else:
+                    inputs, outputs = CombineInputs(got.tokens, scales=scales[comm.rank]), CombineOutputs(topk_weights=weights[comm.rank])
+                    out.append(handle.combine(inputs, outputs, CombineConfig(quant_recipe=CombineQuant.NVFP4)))
+                if lost is not None:
+                    group.mask_clean()
+            group.check()
+        return out
+
+    for seed in range(4):
+        with world(ranks, seed) as w:
+            outs = w.run(body)
+        for lost, step in ((None, 0), (missing, 1), (None, -1)):
+            rows = [torch.where(torch.isin(w.rows, _rows_of(lost, cfg, by_rank)), -1, w.rows) for w in want]
+            sums = ref.ll_nvfp4_combine([w.tokens for w in want], scales, rows, None if by_rank else weights)
+            assert all(bits_equal(outs[r][step], sums[r]) for r in range(ranks) if r != lost)
+
+
+def _rows_of(lost: int | None, cfg: GroupConfig, by_rank: bool) -> torch.Tensor:
+    """Global rows at a rank."""
+    size = 3 * TOKENS * (1 if by_rank else cfg.num_experts // 3)
+    return torch.arange(0) if lost is None else torch.arange(lost * size, (lost + 1) * size)
+
+
 def test_without_enable_mask_there_is_none() -> None:
     def program(comm: object) -> None:
         with Group.create(comm, GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=1, hidden=8, num_topk=1)) as group:
@@ -282,8 +358,6 @@ def test_arguments() -> None:
                 group.mask_query(torch.zeros(3, dtype=torch.int32))
             out = torch.zeros(2, dtype=torch.int32)
             assert group.mask_query(out) is out and out.tolist() == [1, 1]
-            with pytest.raises(NotImplementedError, match="enable_mask is not built yet for RANK_MAJOR"):
-                group.create_handle(Layout.RANK_MAJOR, num_topk=2)
         with pytest.raises(EpClosedError, match="cannot mask_query: the group is closed"):
             group.mask_query()
 

@@ -156,7 +156,7 @@ STAGED = {"count_bank", "outcome", "keep_counters", "store_origins", "copy_table
           "copy_row"}   # tests/test_staged.py
 MASKED = {"read_mask", "next_epoch", "publish_join", "wait_joins", "wait_member_counts", "sum_member_counts", "drop_rows", "gather_member_row",
           "settle", "publish_late", "conclude", "tell_outcome", "await_outcome", "read_verdict", "catch_up", "is_stranded",
-          "readmit"}
+          "readmit", "tell_rows", "take_member_rows", "sum_member_row", "sum_packed_member_row"}
 """Tested in tests/test_mask_mutations.py."""
 OTHER_PROGRAMS = {"count_ranks", "assign_ranks", "send_routing", "publish_arrived_rows", "take_arrived_rows", "sum_row"}
 HIGH_THROUGHPUT = {name for name in OPS if name.startswith("ht_")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,16 +22,18 @@ from ncclep_py import (
     EpMismatchError,
     EpRefusedError,
     EpStaleError,
+    EpTimeoutError,
     Group,
     GroupConfig,
     Layout,
+    LocalWorld,
     compiled,
     launch,
 )
 from ncclep_py import reference as ref
 from ncclep_py.kernels.ll_nvfp4_combine import make_ll_nvfp4_combine
 from ncclep_py.kernels.shape import KernelShape
-from ncclep_py.simulator import SimulationError
+from ncclep_py.simulator import Faults, SimulationError
 from ncclep_py.simulator.recipe_ops import HALVES, e2m1, e4m3_value, pack_nvfp4, unpack_nvfp4
 from ncclep_py.testing import bits_equal, first_difference, random_routing, stamped_tokens, weights_like
 
@@ -239,11 +242,11 @@ def test_an_architecture_without_fp8_is_refused_by_a_sentence() -> None:
 
 
 # ---- every line of the kernel is needed ------------------------------------------------------------------------------------
-HEAD = """        if last_block(local + BLOCKS_DONE) == 1:
+HEAD = """        if last_block(local + BLOCKS_PACKED) == 1:
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
 """
-EARLY = HEAD.replace("last_block(local + BLOCKS_DONE) == 1", "ops.block_idx() == 0")
+EARLY = HEAD.replace("last_block(local + BLOCKS_PACKED) == 1", "ops.block_idx() == 0")
 WAIT = "wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)"
 PACK = "pack_rows(payload, slot, rank, counters, row_scales, PLANES, CAPACITY, ROW_BYTES)"
 MUTANTS = {
@@ -273,3 +276,41 @@ def test_kernel_mutants_are_red(monkeypatch: pytest.MonkeyPatch, layout: Layout,
     else:
         with pytest.raises((AssertionError, SimulationError, EpError)):
             cases()
+
+
+def lose_a_rank(seed: int) -> None:
+    """Rank 2 does not come to the combine: rank 1 gives up while rank 0 stalls, whose waits then end while some of its blocks still pack."""
+    case = Packed(config(6, 3, 512, 2), [3, 2, 3], LAYOUTS[seed % 2], seed=seed)
+
+    def program(comm: Any) -> int:
+        comm.fp4 = True
+        with contextlib.ExitStack() as open_groups:
+            group = Group.create(comm, case.cfg)
+            handle, r = group.create_handle(case.layout, num_topk=2), comm.rank
+            more = {} if case.layout is Layout.EXPERT_MAJOR else {"topk_weights": case.weights[r]}
+            handle.dispatch(case.tokens[r], topk_idx=case.ids[r], **more)
+            rows = handle.expert_rows().copy_(case.rows[r])
+            if r == 2:
+                comm.sit_out()
+            else:
+                handle.combine(CombineInputs(rows, scales=case.scales[r]), CombineOutputs(topk_weights=case.weights[r]), NVFP4)
+                with pytest.raises(EpTimeoutError):
+                    group.check()
+            open_groups.push(lambda *_: True)
+            group._closed = True
+            group._warn.detach()
+            return int(group._local[:8].view(torch.int64)[0])
+
+    with LocalWorld(3, "sim", seed=seed, mode="adversarial", faults=Faults(timeouts=True, slow={0: 140 + seed})) as world:
+        world.simulator.policy.rush = 0.2
+        assert world.run(program)[:2] == [3, 3], "the epoch advanced twice, or not at all"
+
+
+def test_waits_that_end_before_all_blocks_have_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(30):
+        lose_a_rank(seed)
+    one_counter = mutant(make_ll_nvfp4_combine, ("last_block(local + BLOCKS_PACKED)", "last_block(local + BLOCKS_DONE)"))
+    monkeypatch.setitem(launch.KERNELS, "ll_nvfp4_combine", (one_counter, launch.KERNELS["ll_nvfp4_combine"][1]))
+    with pytest.raises((AssertionError, SimulationError, EpError)):
+        for seed in range(60):
+            lose_a_rank(seed)

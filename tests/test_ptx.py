@@ -289,8 +289,8 @@ PUBLISHES = {"publish_head", "publish_abort", "publish_counts", "publish_arrived
 HT_WAITS, HT_PUBLISHES = {"ht_wait_hits", "ht_store_zones"}, {"ht_publish_hits", "ht_publish_kept"}
 WAITS, PUBLISHES = {"wait_counts", "take_arrived_rows"} | HT_WAITS, PUBLISHES | HT_PUBLISHES
 FENCES = {"publish_head", "publish_arrived", "publish_arrived_rows"}
-WAITS |= {"wait_joins", "wait_member_counts", "sum_member_counts", "settle", "conclude", "read_verdict", "catch_up", "readmit"}
-PUBLISHES |= {"publish_join", "publish_late"}
+WAITS |= {"take_member_rows", "wait_joins", "wait_member_counts", "sum_member_counts", "settle", "conclude", "read_verdict", "catch_up", "readmit"}
+PUBLISHES |= {"publish_join", "publish_late", "tell_rows"}
 FENCES |= {"publish_join", "wait_joins", "settle"}
 VOTERS = {"wait_joins", "wait_member_counts", "sum_member_counts", "settle", "conclude"}
 MAY_FAIL = {op.name for op in OPS.values() if "record" in op.parameters}
@@ -326,8 +326,8 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     "quantise_row: tokens past the read-only cache": ("quantise_row", "held[j][0] = load_nc(at)", "held[j][0] = load_row(at)", {"quantise_row"}),
     "pack_rows: counters through the read-only cache": ("pack_rows", "((const int*)counters)[plane]", "__ldg((const int*)counters + plane)",
                                                         {"pack_rows"}),
-    "sum_packed_row: volatile rows": ("sum_packed_row", "*(const uint2*)(from", "*(const volatile unsigned*)(from) ? uint2() : *(const uint2*)(from",
-                                      {"sum_packed_row"}),
+    "sum_packed_row: volatile rows": (None, "*(const uint2*)(from", "*(const volatile unsigned*)(from) ? uint2() : *(const uint2*)(from",
+                                      {"sum_packed_row", "sum_packed_member_row"}),
     "quantise_row: scales beside the rows": ("quantise_row", "row_at(window, slot_scales, max", "row_at(window, slot, max", {"quantise_row"}),
     "publish_abort: plain store to HEAD": ("publish_abort", "store_relaxed_sys(peer_at(window, at + 8, peer), word)",
                                            "*(u64*)peer_at(window, at + 8, peer) = word", {"publish_abort"}),
@@ -350,7 +350,7 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     "FAIL is claimed within a block": (None, "atom.relaxed.gpu.global.cas", "atom.relaxed.cta.global.cas", MAY_FAIL),
     "rows of the window through the read-only cache": (None, "ld.global.L1::no_allocate.v4.u32", "ld.global.nc.L1::no_allocate.v4.u32",
                                                        {"gather_row", "sum_row", "copy_row", "push_row", "reduce_row", "ht_gather_row",
-                                                        "ht_copy_rows", "gather_member_row", "pack_rows"}),
+                                                        "ht_copy_rows", "gather_member_row", "sum_member_row", "pack_rows"}),
     "publish_join: no fence": ("publish_join", FENCE, "", {"publish_join"}),
     "publish_join: one lane fences": ("publish_join", "  fence_system();", "  if (lane() == 0) fence_system();", {"publish_join"}),
     "wait_joins: no fence": ("wait_joins", "    fence_system();", "", {"wait_joins"}),
@@ -362,6 +362,10 @@ MUTANTS: dict[str, tuple[str | None, str, str, set[str]]] = {
     "drop_rows: no barrier": ("drop_rows", "__syncthreads();", "", {"drop_rows"}),
     "gather_member_row: row table through the read-only cache": ("gather_member_row", "((const int*)table)[at]", "__ldg((const int*)table + at)",
                                                                 {"gather_member_row"}),
+    "take_member_rows: no barrier": ("take_member_rows", "__syncthreads();", "", {"take_member_rows"}),
+    "members' rows: row table through the read-only cache": (None, "((const int*)table)[at] : -1;\n  return row >= 0",
+                                                             "__ldg((const int*)table + at) : -1;\n  return row >= 0",
+                                                             {"sum_member_row", "sum_packed_member_row"}),
     "tell_outcome: no fence": ("tell_outcome", "  fence_device();", "", {"tell_outcome"}),
     "await_outcome: no fence": ("await_outcome", "    fence_device();", "", {"await_outcome"}),
     "await_outcome: no barrier": ("await_outcome", "tell_block(code)", "code", {"await_outcome"}),

@@ -1,4 +1,4 @@
-"""Low-latency combine, EXPERT_MAJOR, of groups with ``enable_mask``: like `ll_combine`, without the rows of masked ranks.
+"""Low-latency combine of groups with ``enable_mask``: like `ll_combine`, without the rows of masked ranks.
 
 Phases: 1 join, 2 wait, which commits: nothing can fail afterwards, so that an attempt ends early for all blocks of all members or for none,
 3 rows. Rules: M1 to M6 of ``ncclep_py.member_map``.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ncclep_py.config import Layout
 from ncclep_py.errors import Code
 from ncclep_py.kernels.ll_combine import PARAMETERS
 from ncclep_py.kernels.ops import Vocabulary
@@ -28,7 +29,9 @@ def make_ll_masked_combine(shape: KernelShape, ops: Vocabulary) -> Callable[...,
     ATTEMPTS, AGAIN, NOTICE = 2 * shape.num_ranks + 2, int(Code.AGAIN), 64
     block_idx, warp_idx, read_epoch, advance_epoch, read_mask = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.advance_epoch, ops.read_mask
     end_token, warp_token, token_step = ops.end_token, ops.warp_token, ops.token_step
-    begin_vector, end_vector, gather_member_row = ops.begin_vector, ops.end_vector, ops.gather_member_row
+    begin_vector, end_vector = ops.begin_vector, ops.end_vector
+    RANK_MAJOR = shape.layout is Layout.RANK_MAJOR
+    gather_member_row, sum_member_row = ops.gather_member_row, ops.sum_member_row
     publish_join, wait_joins, last_block = ops.publish_join, ops.wait_joins, ops.last_block
     read_header, check_header = ops.read_header, ops.check_header
     conclude, tell_outcome, await_outcome = ops.conclude, ops.tell_outcome, ops.await_outcome
@@ -58,8 +61,11 @@ def make_ll_masked_combine(shape: KernelShape, ops: Vocabulary) -> Callable[...,
             if code == 0:
                 token, end, step = warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)
                 while token < end:   # no range: its length is a 64-bit division
-                    gather_member_row(payload, slot, table, weights, out, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop,
-                                      mask)
+                    if RANK_MAJOR:
+                        sum_member_row(payload, slot, table, out, token, TOPK, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop, mask)
+                    else:
+                        gather_member_row(payload, slot, table, weights, out, token, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, begin, stop,
+                                          mask)
                     token += step
             trace = stamp(trace, MEET)
             if last_block(local + BLOCKS_DONE) == 1:

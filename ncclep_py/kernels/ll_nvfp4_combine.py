@@ -28,7 +28,7 @@ def make_ll_nvfp4_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., 
     PLANES_OF_ALL = RANKS if rank_major else shape.num_experts
     PLANES, CAPACITY = (RANKS, PLANE_ROWS // RANKS) if rank_major else (shape.num_experts // RANKS, PLANE_ROWS)
     HEADS, ARRIVED, PIECE_BYTES = shape.window.heads, shape.window.arrived, ROW_BYTES // 64
-    EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
+    EPOCH, BLOCKS_DONE, BLOCKS_PACKED, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.blocks_packed, shape.local.fail
     warp_idx, read_epoch, advance_epoch = ops.warp_idx, ops.read_epoch, ops.advance_epoch
     end_token, warp_token, token_step = ops.end_token, ops.warp_token, ops.token_step
     begin_vector, end_vector, pack_rows, sum_packed_row = ops.begin_vector, ops.end_vector, ops.pack_rows, ops.sum_packed_row
@@ -50,7 +50,7 @@ def make_ll_nvfp4_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., 
                 pack_rows(payload, slot, rank, counters, row_scales, PLANES, CAPACITY, ROW_BYTES)
         # ---- 2 head: all blocks have packed ----------------------------------------------------------------------------
         trace = stamp(trace, HEAD)
-        if last_block(local + BLOCKS_DONE) == 1:
+        if last_block(local + BLOCKS_PACKED) == 1:
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
         # ---- 3 wait ----------------------------------------------------------------------------------------------------

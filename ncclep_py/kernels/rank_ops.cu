@@ -115,16 +115,17 @@ INLINE int nth_bit(u32 mask, int n) {   // position of the n-th set bit of those
   }
   return at & 31;
 }
-OP ep_sum_row(i64 window, i64 slot, i64 table, i64 out, i64 token, i64 num_topk, i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 token_type,
-              i64 begin_vector, i64 end_vector) {
-  u64 mine = lane() < num_topk ? row_at(window, slot, ((const int*)table)[token * num_topk + lane()], plane_rows, row_bytes) : 0;
+INLINE void sum_rows(u64 mine, u64 to, i64 token_type, int begin, int end) {   // of the lanes that have one, in order
   u32 live = __ballot_sync(~0u, mine != 0);
   mine = __shfl_sync(~0u, mine, nth_bit(live, lane()));   // side by side, so that all rows of up to 8 ranks are in flight together
   live = live ? ~0u >> (32 - __popc(live)) : 0;
-  u64 to = out + token * row_bytes;
-  int begin = int(begin_vector), end = int(end_vector);
   if (token_type == 0) gather<0>(mine, 1.f, live, to, begin, end);   // a fused multiply-add with weight 1 is an addition
   else if (token_type == 1) gather<1>(mine, 1.f, live, to, begin, end);
   else gather<2>(mine, 1.f, live, to, begin, end);
+}
+OP ep_sum_row(i64 window, i64 slot, i64 table, i64 out, i64 token, i64 num_topk, i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 token_type,
+              i64 begin_vector, i64 end_vector) {
+  u64 mine = lane() < num_topk ? row_at(window, slot, ((const int*)table)[token * num_topk + lane()], plane_rows, row_bytes) : 0;
+  sum_rows(mine, out + token * row_bytes, token_type, int(begin_vector), int(end_vector));
   return 0;
 }

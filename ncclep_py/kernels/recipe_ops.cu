@@ -118,10 +118,7 @@ OP ep_pack_rows(i64 window, i64 slot, i64 rank, i64 counters, i64 row_scales, i6
   }
   return 0;
 }
-OP ep_sum_packed_row(i64 window, i64 slot, i64 table, i64 weights, i64 out, i64 token, i64 num_topk, i64 num_experts, i64 num_ranks, i64 plane_rows,
-                     i64 row_bytes, i64 begin_stretch, i64 end_stretch) {
-  i64 at = token * num_topk + lane();
-  u64 mine = lane() < num_topk ? row_at(window, slot, ((const int*)table)[at], num_experts / num_ranks * plane_rows, row_bytes) : 0;
+INLINE int sum_packed(u64 mine, i64 weights, i64 at, u64 result, i64 row_bytes, i64 begin_stretch, i64 end_stretch) {   // of the lanes that have a row
   float factor = 0.f;
   if (mine) {
     float g = *(const float*)(mine + PACKED_STRETCH * (row_bytes / 1024)), inverse_g = __fdiv_rn(1.f, g);
@@ -141,9 +138,15 @@ OP ep_sum_packed_row(i64 window, i64 slot, i64 table, i64 weights, i64 out, i64 
       #pragma unroll
       for (int j = 0; j < 16; ++j) sum[j] = __fmaf_rn(e2m1_value((j < 8 ? held.x >> 4 * j : held.y >> 4 * (j - 8)) & 15), by, sum[j]);
     }
-    u64 to = out + token * row_bytes + 1024 * c + 32 * lane();
+    u64 to = result + 1024 * c + 32 * lane();
     store_row(to, make_uint4(Vector<0>::pack(sum, 0), Vector<0>::pack(sum, 1), Vector<0>::pack(sum, 2), Vector<0>::pack(sum, 3)));
     store_row(to + 16, make_uint4(Vector<0>::pack(sum, 4), Vector<0>::pack(sum, 5), Vector<0>::pack(sum, 6), Vector<0>::pack(sum, 7)));
   }
   return 0;
+}
+OP ep_sum_packed_row(i64 window, i64 slot, i64 table, i64 weights, i64 out, i64 token, i64 num_topk, i64 num_experts, i64 num_ranks, i64 plane_rows,
+                     i64 row_bytes, i64 begin_stretch, i64 end_stretch) {
+  i64 at = token * num_topk + lane();
+  u64 mine = lane() < num_topk ? row_at(window, slot, ((const int*)table)[at], num_experts / num_ranks * plane_rows, row_bytes) : 0;
+  return sum_packed(mine, weights, at, out + token * row_bytes, row_bytes, begin_stretch, end_stretch);
 }

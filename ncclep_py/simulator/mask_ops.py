@@ -485,11 +485,15 @@ def await_outcome(call: Call, task: Task, outcome: int, epoch: int, timeout: int
         while not here() and not task.late:
             access.scheduler.wait(task, here, lambda: (f"waits in epoch {epoch} for the outcome of its own last block", []))
         late, task.late = task.late, False
-        task.block.values.clear()
         value = access.load(word)
         return Code.TIMEOUT if late and ahead(value >> 32, epoch) else value & LOW
 
-    return call.perform(task, (outcome, epoch, timeout), {"outcome": wait})
+    code = call.perform(task, (outcome, epoch, timeout), {"outcome": wait})
+    values = task.block.values
+    if values.get("ended") != epoch:   # the first warp after the barrier
+        values.clear()
+        values["ended"] = epoch
+    return code
 
 
 # ---- mask_clean ------------------------------------------------------------------------------------------------------------------------

@@ -12,13 +12,14 @@ import torch
 
 from ncclep_py.config import GroupConfig
 from ncclep_py.errors import Code, ErrorRecord
-from ncclep_py.kernels import ll_mask_clean, ll_masked_combine, ll_masked_dispatch
-from ncclep_py.reference import ll_expert_major_combine, ll_expert_major_dispatch
+from ncclep_py.kernels import ll_mask_clean, ll_masked_combine, ll_masked_dispatch, ll_masked_rank_major_dispatch
+from ncclep_py.reference import ll_expert_major_combine, ll_expert_major_dispatch, ll_rank_major_combine, ll_rank_major_dispatch
 from ncclep_py.signature import OpKind, Signature
 from ncclep_py.simulator.engine import Simulator
 from ncclep_py.simulator.program import POISON, Combined, Dispatched, Program, _same
+from ncclep_py.simulator.rank_major_program import RankMajorProgram
 
-__all__ = ["Ended", "MaskedProgram"]
+__all__ = ["Ended", "MaskedProgram", "MaskedRankMajorProgram"]
 
 
 @dataclasses.dataclass
@@ -113,18 +114,16 @@ class MaskedProgram(Program):
             masked = [r for r in self.ranks if mask >> r & 1]
             if isinstance(ended.what, Dispatched):
                 d = ended.what
-                expected[id(d)] = want = ll_expert_major_dispatch(
-                    d.tokens, d.topk_idx, num_experts=self.config.num_experts,
-                    max_dispatch_tokens_per_rank=self.config.max_dispatch_tokens_per_rank, masked=masked)
+                expected[id(d)] = want = self._oracle(d, masked)
                 self._check_dispatch(d, want, ended)
             elif isinstance(ended.what, Combined):
                 d = ended.what.dispatched   # type: ignore[attr-defined]
                 want = expected[id(d)]
                 planes = [e.tokens.clone() for e in want]
                 for rank in self.ranks if id(d) in self.ran else ():
-                    for local, count in enumerate(want[rank].expert_counters.tolist()):
-                        planes[rank][local, :count] = self._expert(planes[rank][local, :count], local)
-                sums = ll_expert_major_combine(planes, [e.rows for e in want], ended.what.expected, masked=masked)
+                    for plane, count in enumerate(self._counts(want[rank]).tolist()):
+                        planes[rank][plane, :count] = self._expert(planes[rank][plane, :count], plane)
+                sums = self._sums(planes, [e.rows for e in want], ended.what.expected, masked)
                 for rank in ended.members():
                     assert _same(ended.what.out[rank], sums[rank]), f"combine, mask {mask:b}, rank {rank}"
 
@@ -150,6 +149,21 @@ class MaskedProgram(Program):
 
     # ---- inside ------------------------------------------------------------------------------------------------------------
     ran: set[int] = set()
+
+    def _oracle(self, d: Dispatched, masked: list[int]) -> list:
+        """What the oracle says about a dispatch."""
+        return ll_expert_major_dispatch(d.tokens, d.topk_idx, num_experts=self.config.num_experts,
+                                        max_dispatch_tokens_per_rank=self.config.max_dispatch_tokens_per_rank, masked=masked)
+
+    @staticmethod
+    def _sums(planes: list[torch.Tensor], rows: list[torch.Tensor], weights: list[torch.Tensor], masked: list[int]) -> list[torch.Tensor]:
+        """What the oracle says about a combine."""
+        return ll_expert_major_combine(planes, rows, weights, masked=masked)
+
+    @staticmethod
+    def _counts(want: Any) -> torch.Tensor:
+        """Rows of each plane."""
+        return want.expert_counters
 
     def _check_dispatch(self, d: Dispatched, want: list, ended: Ended) -> None:
         for rank in ended.members():
@@ -181,11 +195,52 @@ class MaskedProgram(Program):
     def _found(self, d: Dispatched, rank: int, rows: list[tuple[int, int]]) -> None:
         """Rows that a dispatch brought."""
         plan = self.shape.window
-        for local, count in enumerate(d.counters[rank].tolist() if not self._excluded(rank) else ()):
-            at = self.windows[rank].ctypes.data + plan.slot(d.slot) + local * plan.plane_rows * plan.row_bytes
+        for plane, count in enumerate(d.counters[rank].tolist() if not self._excluded(rank) else ()):
+            at = self.windows[rank].ctypes.data + plan.slot(d.slot) + plane * self._capacity() * plan.row_bytes
             rows.append((at, max(count, 0) * plan.row_bytes))
+
+    def _capacity(self) -> int:
+        """Rows of one plane."""
+        return self.shape.window.plane_rows
 
     def _run_experts(self, d: Dispatched, rank: int) -> None:
         self.ran = self.ran | {id(d)}
         if not self._excluded(rank):
             super()._run_experts(d, rank)
+
+
+class MaskedRankMajorProgram(MaskedProgram, RankMajorProgram):
+    """The same for RANK_MAJOR."""
+
+    def __init__(self, sim: Simulator, config: GroupConfig, num_tokens: Sequence[int], *,
+                 make_dispatch: Callable = ll_masked_rank_major_dispatch.make_ll_masked_rank_major_dispatch, **more: Any) -> None:
+        super().__init__(sim, config, num_tokens, make_dispatch=make_dispatch, **more)
+        self.weights: dict[int, tuple[list[torch.Tensor], bool]] = {}
+
+    def _launch(self, kind: str, rank: int, slot: int, handle: int, status: int, **tensors: object) -> None:
+        if kind == "dispatch":
+            weights, _ = self.weights.setdefault(handle, ([], bool(tensors["global_ids"])))
+            weights.append(tensors["topk_weights"])   # type: ignore[arg-type]
+        super()._launch(kind, rank, slot, handle, status, **tensors)
+
+    def _oracle(self, d: Dispatched, masked: list[int]) -> list:
+        weights, global_ids = self.weights[d.handle]
+        return ll_rank_major_dispatch(d.tokens, d.topk_idx, weights, num_experts=self.config.num_experts, global_ids=global_ids,
+                                      max_dispatch_tokens_per_rank=self.config.max_dispatch_tokens_per_rank, masked=masked)
+
+    @staticmethod
+    def _sums(planes: list[torch.Tensor], rows: list[torch.Tensor], weights: list[torch.Tensor], masked: list[int]) -> list[torch.Tensor]:
+        return ll_rank_major_combine(planes, rows, masked=masked)
+
+    @staticmethod
+    def _counts(want: Any) -> torch.Tensor:
+        return want.src_rank_counters
+
+    def _capacity(self) -> int:
+        return self.config.max_dispatch_tokens_per_rank
+
+    def _check_dispatch(self, d: Dispatched, want: list, ended: Ended) -> None:
+        for rank in ended.members():
+            assert d.counters[rank].tolist() == want[rank].src_rank_counters.tolist(), f"counters of rank {rank}: {ended.ranks}"
+            if rank in d.received:
+                self._check_received(d.received[rank], want[rank], f"rank {rank}: {ended.ranks}")

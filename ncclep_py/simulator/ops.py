@@ -12,7 +12,7 @@ from greenlet import getcurrent
 
 from ncclep_py.errors import SPREADS, Code, Phase, Status
 from ncclep_py.kernels.ops import OPS, Vocabulary
-from ncclep_py.simulator import ht_ops, mask_ops, rank_ops, recipe_ops, routing_ops, staged_ops, trace_ops
+from ncclep_py.simulator import ht_ops, mask_ops, mask_row_ops, rank_ops, recipe_ops, routing_ops, staged_ops, trace_ops
 from ncclep_py.simulator.call import Access, Call
 from ncclep_py.simulator.share import Share
 from ncclep_py.simulator.task import Task
@@ -38,7 +38,7 @@ def _operation(sim: Simulator, name: str, effects: Sequence[str]) -> Callable[..
     """The function a kernel calls."""
     op = OPS[name]
     call = Call(sim, name, effects, op.scope, op.scope == "block" and "bar.sync" in op.effects)
-    modules = (routing_ops, rank_ops, recipe_ops, staged_ops, ht_ops, mask_ops, trace_ops)
+    modules = (routing_ops, rank_ops, recipe_ops, staged_ops, ht_ops, mask_ops, mask_row_ops, trace_ops)
     implementation: Implementation = next((getattr(m, name) for m in modules if hasattr(m, name)), None) or globals()["_" + name]
     arity = len(op.parameters)
 

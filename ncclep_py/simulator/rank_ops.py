@@ -133,8 +133,8 @@ def take_arrived_rows(call: Call, task: Task, window: int, arrived: int, slot_id
 
 
 def sum_row(call: Call, task: Task, window: int, slot: int, table: int, out: int, token: int, num_topk: int, num_ranks: int, plane_rows: int,
-            row_bytes: int, token_type: int, begin_vector: int, end_vector: int) -> int:
-    """A piece of a combined row."""
+            row_bytes: int, token_type: int, begin_vector: int, end_vector: int, mask: int = 0) -> int:
+    """A piece of a combined row, without the rows of ranks in `mask`."""
     begin, size = 16 * begin_vector, 16 * (end_vector - begin_vector)
     rows: list[int] = []
     total = np.zeros(max(size, 0) // (4 if token_type == 2 else 2), np.float32)
@@ -142,7 +142,7 @@ def sum_row(call: Call, task: Task, window: int, slot: int, table: int, out: int
     def pull(access: Access) -> None:
         nonlocal total
         for row in rows:
-            if row >= 0:
+            if row >= 0 and not mask >> row // plane_rows & 1:
                 at = call.sim.peer_address(task, window, slot + row % plane_rows * row_bytes + begin, row // plane_rows)
                 total = fma(unpack(access.read(at, size), token_type), np.float32(1), total)
                 call.scheduler.split()

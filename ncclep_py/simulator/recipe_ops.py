@@ -132,8 +132,8 @@ def pack_rows(call: Call, task: Task, window: int, slot: int, rank: int, counter
 
 
 def sum_packed_row(call: Call, task: Task, window: int, slot: int, table: int, weights: int, out: int, token: int, num_topk: int, num_experts: int,
-                   num_ranks: int, plane_rows: int, row_bytes: int, begin_stretch: int, end_stretch: int) -> int:
-    """A piece of a combined row."""
+                   num_ranks: int, plane_rows: int, row_bytes: int, begin_stretch: int, end_stretch: int, mask: int = 0) -> int:
+    """A piece of a combined row, without the rows of ranks in `mask`."""
     rows_per_rank = num_experts // num_ranks * plane_rows
     rows: list[int] = []
     parts: list[tuple[int, np.ndarray, np.ndarray]] = []
@@ -142,7 +142,7 @@ def sum_packed_row(call: Call, task: Task, window: int, slot: int, table: int, w
 
     def pull(access: Access) -> None:
         for k, row in enumerate(rows):
-            if row >= 0:
+            if row >= 0 and not mask >> row // rows_per_rank & 1:
                 at = _row(call, task, window, slot, row, rows_per_rank, row_bytes)
                 g = access.read(at + row_bytes // 1024 * PACKED_STRETCH, 4).view(np.float32)[0]
                 packed = access.read(at + PACKED_STRETCH * begin_stretch, PACKED_STRETCH * (end_stretch - begin_stretch))
