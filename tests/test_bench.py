@@ -349,8 +349,7 @@ def test_nccl_ep_is_given_what_its_layouts_want(algorithm: str, layout: str, fie
 
 
 def test_deep_ep_is_called_as_it_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deep_ep.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(deep_ep.dist, "group", types.SimpleNamespace(WORLD="world"))
+    monkeypatch.setattr(deep_ep, "process_group", lambda comm: "world")
     comm: Any = types.SimpleNamespace(rank=0, device=torch.device("cpu"))
     tokens = torch.ones(5, 512)
     buffer = Stand({"low_latency_dispatch": ("received", "count", "handle", "event", "hook"), "low_latency_combine": (tokens, "event", "hook"),

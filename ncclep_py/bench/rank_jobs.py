@@ -56,7 +56,7 @@ def run_pair(comm: Communicator, job: PairJob, meet: Callable[[], None] | None =
 
         told["stamps"] = to_json(subject.group.timeline())
     subject.close()
-    return told | {"ready_s": ready, "peak_memory_bytes": _peak(gpu, subject)}
+    return told | {"ready_s": ready, "peak_memory_bytes": _peak(gpu, subject, case)}
 
 
 def _subject(comm: Communicator, job: PairJob) -> Any:
@@ -81,12 +81,14 @@ def _reset_peak(gpu: bool) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _peak(gpu: bool, subject: Any) -> int | None:
-    """Most bytes torch held, and the window, which is not torch's."""
+def _peak(gpu: bool, subject: Any, case: Case) -> int | None:
+    """Most bytes torch held (in one process: a rank's share of them), and the window, which is not torch's."""
     import torch
 
+    if not gpu:
+        return None
     window = getattr(getattr(subject, "group", None), "window", None)
-    return torch.cuda.max_memory_allocated() + (window.num_bytes if window is not None else 0) if gpu else None
+    return torch.cuda.max_memory_allocated() // (case.ranks if case.mode == "local" else 1) + (window.num_bytes if window is not None else 0)
 
 
 def run_layer(comm: Communicator, job: LayerJob, meet: Callable[[], None] | None = None) -> dict[str, Any]:
@@ -97,11 +99,12 @@ def run_layer(comm: Communicator, job: LayerJob, meet: Callable[[], None] | None
 
     layer = MoELayer(job.case, job.width, comm.rank).to(comm.device)
     ours = job.implementation == "ncclep_py"
-    exchange: Any = EpExchange(comm, job.case) if ours else SplitExchange(job.case)
-    if not ours and not torch.distributed.is_initialized():
-        from ncclep_py.bench.peers.all_to_all import _open_group
+    if ours:
+        exchange: Any = EpExchange(comm, job.case)
+    else:
+        from ncclep_py.bench.peers.all_to_all import process_group
 
-        _open_group(comm)
+        exchange = SplitExchange(job.case, process_group(comm))
     x = torch.randn(job.case.tokens, job.case.hidden, generator=torch.Generator().manual_seed(comm.rank)).to(job.case.torch_dtype()).to(comm.device)
     times = []
     for _ in range(LAYER_WARM_UP + LAYER_STEPS):

@@ -6,6 +6,8 @@ captured into a graph.
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from ncclep_py.bench.case import Case
     from ncclep_py.communicator import Communicator
 
-__all__ = ["AllToAll", "AllToAllSubject"]
+__all__ = ["AllToAll", "AllToAllSubject", "process_group"]
 
 
 class AllToAll:
@@ -63,10 +65,7 @@ class AllToAllSubject(Subject):
 
     def __init__(self, comm: Communicator, case: Case) -> None:
         super().__init__(comm, case)
-        self.owns_group = not dist.is_initialized()
-        if self.owns_group:
-            _open_group(comm)
-        self.exchange = AllToAll(case.experts)
+        self.exchange = AllToAll(case.experts, process_group(comm))
         self.ids = routing(case, comm.rank).to(comm.device)
         self.tokens = stamped_tokens(comm.rank, case.tokens, case.hidden, case.torch_dtype()).to(comm.device)
         self.weights = torch.rand(self.ids.shape, generator=torch.Generator().manual_seed(comm.rank)).to(comm.device)
@@ -86,19 +85,16 @@ class AllToAllSubject(Subject):
         want = self.tokens.float() * torch.where(self.ids >= 0, self.weights, 0.0).sum(1, keepdim=True)
         return bool(torch.allclose(self.out.float(), want, rtol=2e-2, atol=2e-2))
 
-    def close(self) -> None:
-        if self.owns_group:
-            dist.destroy_process_group()
 
-
-def _open_group(comm: Communicator) -> None:
-    """A process group of the ranks of `comm`, met over a file-less store on this machine."""
-    import os
-    import socket
-
+def process_group(comm: Communicator) -> Any:
+    """A torch process group of the ranks of `comm` that moves tensors of their device; it stays until the process ends."""
+    backend = "nccl" if comm.backend == "nccl" else "gloo"
+    if dist.is_initialized():
+        return dist.group.WORLD if dist.get_backend() == backend else dist.new_group(backend=backend)
     if "MASTER_PORT" not in os.environ:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = comm.exchange(free.getsockname()[1])[0]
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("nccl" if comm.backend == "nccl" else "gloo", rank=comm.rank, world_size=comm.num_ranks)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+    dist.init_process_group(backend, rank=comm.rank, world_size=comm.num_ranks)
+    return dist.group.WORLD

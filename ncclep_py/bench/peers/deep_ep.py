@@ -6,9 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from ncclep_py.bench.peers.all_to_all import _open_group
+from ncclep_py.bench.peers.all_to_all import process_group
 from ncclep_py.bench.routing import routing
 from ncclep_py.bench.subject import Subject
 from ncclep_py.testing import stamped_tokens
@@ -30,17 +29,15 @@ class DeepEpSubject(Subject):
     def __init__(self, comm: Communicator, case: Case, deep_ep: Any = None) -> None:
         super().__init__(comm, case)
         deep_ep = importlib.import_module("deep_ep") if deep_ep is None else deep_ep
-        self.owns_group = not dist.is_initialized()
-        if self.owns_group:
-            _open_group(comm)
+        group = process_group(comm)
         self.low_latency = case.algorithm == "ll"
         kind = deep_ep.Buffer
         if self.low_latency:
             rdma = kind.get_low_latency_rdma_size_hint(case.tokens, case.hidden, case.ranks, case.experts)
-            self.buffer = kind(dist.group.WORLD, num_rdma_bytes=rdma, low_latency_mode=True, num_qps_per_rank=case.local_experts)
+            self.buffer = kind(group, num_rdma_bytes=rdma, low_latency_mode=True, num_qps_per_rank=case.local_experts)
         else:
             kind.set_num_sms(case.sms)
-            self.buffer = kind(dist.group.WORLD, NVL_BYTES, 0)
+            self.buffer = kind(group, NVL_BYTES, 0)
         self.ids = routing(case, comm.rank).to(comm.device)
         self.tokens = stamped_tokens(comm.rank, case.tokens, case.hidden, case.torch_dtype()).to(comm.device)
         weights = torch.rand(self.ids.shape, generator=torch.Generator().manual_seed(comm.rank)) + 0.01
@@ -79,7 +76,3 @@ class DeepEpSubject(Subject):
             copies = (hosts[:, :, None] == ranks).any(1).sum(1, keepdim=True).float()
         want = self.tokens.float() * copies
         return float((self.out.float() - want).norm() / want.norm()) < 1e-2
-
-    def close(self) -> None:
-        if self.owns_group:
-            dist.destroy_process_group()
