@@ -251,6 +251,8 @@ def _progress(done: int, all_of_them: int, what: str) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run everything the options ask for; the record."""
+    import torch
+
     from ncclep_py.bench.machine import floors, machine
 
     backend, mode, gpus = _where(options)
@@ -260,6 +262,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     first = mode != "torchrun" or os.environ["RANK"] == "0"
     tell = _tell if first else lambda text: None
     record = records.new_record(machine(backend), floors() if backend == "nccl" else {})
+    torch.cuda.empty_cache()   # ranks in other processes need the memory
     if backend == "sim":
         tell("simulated: results are checked, nothing is timed")
     peers = list(PEERS) if "all" in options.peers else options.peers
