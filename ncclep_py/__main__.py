@@ -1,4 +1,4 @@
-"""`python -m ncclep_py doctor`, `demo`, `bench` and `vocabulary`."""
+"""`python -m ncclep_py doctor`, `demo`, `bench`, `plan` and `vocabulary`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ COMMANDS = {
     "doctor": "versions, paths, GPUs, and what is wrong with them",
     "demo": "dispatch and combine a few tokens, on GPUs or in the simulator",
     "bench": "time dispatch and combine beside other libraries; compare and draw records",
+    "plan": "teams, peers, memory and predicted time of a group, for any number of ranks",
     "vocabulary": "the operations kernels are written in, with both implementations",
 }
 """Each is a module of this package with `add_arguments(parser)` and `main(options)`, imported only if asked for."""

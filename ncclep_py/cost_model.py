@@ -99,12 +99,14 @@ class Constants:
         ht: HIGH_THROUGHPUT's (dispatch, combine).
         message_us: microseconds between two messages of one context, an assumption.
         row_per_rank: LL dispatch sends a row once to each networked rank, not once per expert.
+        update_us: microseconds of an update of HIGH_THROUGHPUT's maps, needed for every new routing.
     """
 
     ll: tuple[Shares, Shares]
     ht: tuple[Shares, Shares]
     message_us: float
     row_per_rank: bool
+    update_us: float = 0.0
 
 
 DEEPEP_V1 = Constants(
@@ -116,8 +118,8 @@ DEEPEP_V1 = Constants(
 OURS = Constants(
     ll=(Shares(10.0, 0.61, 0.99, 34.0, 0.883), Shares(10.0, 0.51, 0.835, 9.8, 0.883)),
     ht=(Shares(17.0, 0.665, 0.88, 34.0, 0.787, 19.3), Shares(17.0, 0.66, 0.88, 34.0, 0.787, 19.5)),
-    message_us=0.05, row_per_rank=True)
-"""Fixed times and memory shares measured, the rest assumed: see the module's text."""
+    message_us=0.05, row_per_rank=True, update_us=20.0)
+"""Fixed times, the update and memory shares measured, the rest assumed: see the module's text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +136,8 @@ class Workload:
         combine_bytes: bytes of a combined row; 0: bf16.
         num_sms: multiprocessors an operation may use; 0: no limit.
         max_teams: teams the experts of one token may lie in; 0: any.
-        expert_major: HIGH_THROUGHPUT: a row per (token, expert), not per (token, rank).
+        per_rank: a received row per (token, rank), else per (token, expert); None: as the algorithm's first layout has it, LOW_LATENCY per expert,
+            HIGH_THROUGHPUT per rank.
     """
 
     topology: Topology
@@ -146,7 +149,7 @@ class Workload:
     combine_bytes: int = 0
     num_sms: int = 0
     max_teams: int = 0
-    expert_major: bool = False
+    per_rank: bool | None = None
 
     def __post_init__(self) -> None:
         if self.num_experts % self.topology.num_ranks:
@@ -203,13 +206,13 @@ def traffic(work: Workload, algorithm: Algorithm, combine: bool, row_per_rank: b
     reach = min(work.max_teams or teams, teams)   # a token's experts lie in this many teams
     experts = work.num_experts * reach // teams
     ranks_hit, teams_hit = distinct(reach * size, experts, work.num_topk), distinct(reach, experts, work.num_topk)
-    pairs = tokens * work.num_topk
-    if algorithm is Algorithm.LOW_LATENCY:
-        remote = tokens * ranks_hit * (1 - own) if row_per_rank and not combine else pairs * (1 - own)
+    low = algorithm is Algorithm.LOW_LATENCY
+    rows = tokens * ranks_hit if (not low if work.per_rank is None else work.per_rank) else tokens * work.num_topk
+    if low:
+        remote = tokens * ranks_hit * (1 - own) if row_per_rank and not combine else rows * (1 - own)
         # a networked row is read, put, received into staging and copied (dispatch) or added up (combine)
-        return Traffic(pairs * (own - 1 / ranks), remote, remote + (ranks - size if remote else 0), pairs,
-                       tokens + pairs * own + 2 * remote + (pairs * (1 - own) if not combine else 0))
-    rows = pairs if work.expert_major else tokens * ranks_hit
+        return Traffic(rows * (own - 1 / ranks), remote, remote + (ranks - size if remote else 0), rows,
+                       tokens + rows * own + 2 * remote + (rows * (1 - own) if not combine else 0))
     if not hierarchical:
         remote = tokens * ranks_hit * (1 - own)
         return Traffic(rows * own * (size - 1) / size, remote, remote, rows, tokens + rows + 2 * remote)
