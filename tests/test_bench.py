@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import multiprocessing as mp
 import pathlib
@@ -16,7 +17,7 @@ import torch
 
 from ncclep_py import LocalWorld
 from ncclep_py.__main__ import main as command_line
-from ncclep_py.bench import command, compare, record
+from ncclep_py.bench import command, compare, ht_subject, ll_subject, oracle, record
 from ncclep_py.bench import routing as routings
 from ncclep_py.bench.byte_counts import byte_counts
 from ncclep_py.bench.case import IDENTITY, Case
@@ -149,6 +150,52 @@ def test_wrong_results_are_seen() -> None:
     assert checked(ht, lambda s: setattr(s, "expected", lambda quantised: s.tokens)) == [False, False]
 
 
+@pytest.mark.parametrize("small", [True, False], ids=["oracle", "closed form"])
+@pytest.mark.parametrize("kind", [
+    {}, {"layout": "rank_major"}, {"recipe": "ds_fp8"}, {"algorithm": "ht", "layout": "flat"},
+    {"algorithm": "ht", "layout": "expert_major", "alignment": 4, "recipe": "quant_fwd"}], ids=str)
+def test_one_wrong_received_value_is_seen_by_either_check(kind: dict[str, Any], small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The closed form and the oracle are each enough: one of them is always right here."""
+    case = dataclasses.replace(TOY, **kind)
+    names = ["tokens"] + ["scales"] * (case.recipe != "none") + ["topk_idx"] * (case.layout in ("flat", "rank_major"))
+    names += ["topk_weights"] * (case.algorithm == "ht" or case.layout == "rank_major")
+    module = ll_subject if case.algorithm == "ll" else ht_subject
+    monkeypatch.setattr(oracle, "is_small", lambda case: small)
+    if small:
+        monkeypatch.setattr(module, "ll_arrived" if case.algorithm == "ll" else "ht_arrived", lambda *words: True)
+
+    def spoil(name: str, subject: Any) -> None:
+        dispatch = subject.dispatch
+
+        def spoilt() -> Any:
+            got = dispatch()
+            values = getattr(got, name)
+            plane = values[int(got.layout_info.expert_counters.argmax())] if case.algorithm == "ll" and case.layout == "expert_major" else values[0]
+            plane.view(-1)[:1].view(torch.uint8)[-1] ^= 1
+            return got
+
+        if subject.comm.rank == 0:
+            subject.dispatch = spoilt
+
+    for name in names:
+        assert checked(case, functools.partial(spoil, name))[0] is False, name
+    if not small:
+        assert checked(case, lambda subject: setattr(subject, "everybody", [ids.flip(0) for ids in subject.everybody])) == [False, False]
+
+
+@pytest.mark.parametrize("kind", [{}, {"layout": "rank_major"}, {"algorithm": "ht", "layout": "flat"},
+                                  {"algorithm": "ht", "layout": "expert_major"}], ids=str)
+def test_tokens_without_experts_are_known(kind: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    ids = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(t))[:3] for t in range(10)])
+    ids[0], ids[3, 1], ids[7, 2] = -1, -1, -1
+    routings.record(tmp_path / "r.pt", ids, 16)
+    assert checked(dataclasses.replace(TOY, routing=str(tmp_path / "r.pt"), **kind)) == [True, True]
+
+
+def test_the_oracle_plays_small_cases_only() -> None:
+    assert oracle.is_small(TOY) and oracle.is_small(Case(tokens=8)) and not oracle.is_small(Case(tokens=128))
+
+
 # ---- the command ---------------------------------------------------------------------------------------------------------------
 def test_the_command_writes_a_record_without_times_in_the_simulator(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "r.json"
@@ -162,6 +209,7 @@ def test_the_command_writes_a_record_without_times_in_the_simulator(tmp_path: pa
         for d in ("bf16", "fp32")]
     for row in held["rows"]:
         assert row["verified"] and row["exact"] and row["figures"] == {} and row["host_us"] is None and row["share_of_copy"] is None
+        assert row["checked_by"] == "closed form and oracle"
         assert set(IDENTITY) < row.keys() and sum(row["expert_load"]) == 4 * 3 * 2 and len(row["traffic"]) == 4 and row["stamps"]
     assert held["floors"] == {} and held["machine"]["gpu"] == "none: simulated, no times" and held["machine"]["torch"] == torch.__version__
     assert [(row["direction"], row["tokens_per_s"]) for row in held["layers"]] == [("forward", None), ("forward+backward", None)]

@@ -167,12 +167,19 @@ def row_of(case: Case, implementation: str, copy_gb_s: float | None, stamps: boo
                 "figures": {name: figure.as_json() for name, figure in figures.items()}, "host_us": round(max(hosts), 1) if hosts else None,
                 "compile_s": None, "peak_memory_bytes": max(memory) if None not in memory else None, "bytes": moved.as_json(),
                 "share_of_copy": _share(sum(moved.physical), figures, copy_gb_s), "expert_load": load, "traffic": between,
-                "ready_s": round(max(answer["ready_s"] for answer in got), 3)}
+                "ready_s": round(max(answer["ready_s"] for answer in got), 3), "checked_by": _checked_by(case, implementation)}
         if stamps and implementation == "ncclep_py":
             row["stamps"] = [event for answer in answers(PairJob(case, implementation, True), run_pair) for event in answer["stamps"]]
     except Exception:   # noqa: BLE001  (a failed case is a row of the record)
         row["error"] = traceback.format_exc()[-1500:]
     return row
+
+
+def _checked_by(case: Case, implementation: str) -> str:
+    """What results were compared with."""
+    from ncclep_py.bench.oracle import is_small
+
+    return "closed form" + (" and oracle" if implementation == "ncclep_py" and is_small(case) else "")
 
 
 def _share(moved: int, figures: dict[str, Any], copy_gb_s: float | None) -> float | None:

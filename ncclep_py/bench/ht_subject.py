@@ -22,70 +22,47 @@ from ncclep_py import (
     Layout,
     PassDir,
 )
+from ncclep_py.bench import oracle
+from ncclep_py.bench.arrivals import ht_arrived, ht_sources
+from ncclep_py.bench.inputs import sent_rows, tokens_of, turned_back, weights_of
 from ncclep_py.bench.routing import routing
 from ncclep_py.bench.subject import Subject
-from ncclep_py.reference import quantize_ds_fp8
 
 if TYPE_CHECKING:
     from ncclep_py.bench.case import Case
     from ncclep_py.communicator import Communicator
 
-__all__ = ["HTSubject", "sources"]
+__all__ = ["HTSubject"]
 
 TIMEOUT_NS = 10_000_000_000
 BACKWARD, COMBINE_BACKWARD = DispatchConfig(pass_direction=PassDir.BWD), CombineConfig(pass_direction=PassDir.BWD)
 
 
-def sources(case: Case, ids: list[torch.Tensor], rank: int) -> torch.Tensor:
-    """``rank << 32 | token`` of every row a rank receives, -1 for a pad, in order."""
-    local, alignment = case.local_experts, max(case.alignment, 1)
-
-    def of(source: int, hit: torch.Tensor) -> torch.Tensor:
-        return hit.any(1).nonzero()[:, 0] + (source << 32)
-
-    if case.layout == "flat":
-        return torch.cat([of(s, (i >= rank * local) & (i < (rank + 1) * local)) for s, i in enumerate(ids)])
-    found = []
-    for e in range(rank * local, (rank + 1) * local):
-        zone = torch.cat([of(s, i == e) for s, i in enumerate(ids)])
-        found += [zone, zone.new_full((-len(zone) % alignment,), -1)]
-    return torch.cat(found)
-
-
 class HTSubject(Subject):
-    """Experts are the identity; where every received row came from, and every bit of every combined row, are compared."""
+    """Experts are the identity; every bit of every received and of every combined row is compared, small cases also with the oracle."""
 
     def __init__(self, comm: Communicator, case: Case, trace: bool = False) -> None:
         super().__init__(comm, case)
         everybody = [routing(case, r).to(comm.device) for r in range(case.ranks)]
-        self.sources = sources(case, everybody, comm.rank)
-        budget = max(len(sources(case, everybody, r)) for r in range(case.ranks))
+        self.everybody, self.sources = everybody, ht_sources(case, everybody, comm.rank)
+        budget = max(len(ht_sources(case, everybody, r)) for r in range(case.ranks))
         self.group = Group.create(comm, GroupConfig(
             num_experts=case.experts, max_dispatch_tokens_per_rank=case.tokens, hidden=case.hidden, dtype=case.torch_dtype(), num_topk=case.topk,
             max_num_sms=case.sms, timeout_ns=TIMEOUT_NS, algorithm=Algorithm.HIGH_THROUGHPUT, trace=trace,
             max_recv_tokens_per_rank=max(budget, case.tokens), num_slots=2 if case.backward else 1))
         self.ids = everybody[comm.rank]
-        self.tokens = self._stamped()
-        self.weights = torch.rand(self.ids.shape, device=comm.device)
+        self.tokens = tokens_of(case, comm.rank, comm.device)
+        self.weights = weights_of(case, comm.rank).to(comm.device)
         made = HandleConfig(dispatch_output_per_expert_alignment=case.alignment)
         self.handle = self.group.create_handle(Layout[case.layout.upper()], self.ids, config=made)
         self.inputs, self.config = DispatchInputs(self.tokens, self.weights), DispatchConfig()
         self.quantised = case.recipe != "none"
         if self.quantised:
-            rows, scales = quantize_ds_fp8(self.tokens.cpu())
-            self.inputs = DispatchInputs(rows.to(comm.device), self.weights, scales.to(comm.device))
+            rows, scales = sent_rows(case, self.tokens)
+            self.inputs = DispatchInputs(rows, self.weights, scales)
             self.config = DispatchConfig(quant_recipe=DispatchQuant.FWD)
         self.out = torch.empty_like(self.tokens)
         self.back = CombineOutputs(torch.empty_like(self.tokens), torch.empty_like(self.weights))
-
-    def _stamped(self) -> torch.Tensor:
-        """Random rows whose first columns hold (rank, token % 128, token // 128), made where they are needed."""
-        n, device = self.case.tokens, self.comm.device
-        generator = torch.Generator(device).manual_seed(self.comm.rank)
-        rows = torch.randn(n, self.case.hidden, dtype=self.case.torch_dtype(), device=device, generator=generator)
-        token = torch.arange(n, device=device)
-        rows[:, 0], rows[:, 1], rows[:, 2] = self.comm.rank, token % 128, token // 128
-        return rows
 
     def dispatch(self) -> DispatchOutputs:
         return self.handle.dispatch(self.inputs, config=self.config)
@@ -118,19 +95,14 @@ class HTSubject(Subject):
         self.pair()
 
     def check(self) -> bool:
+        case, rank, small = self.case, self.comm.rank, oracle.is_small(self.case)
         self.out.fill_(float("nan"))
         self.update()
-        got, n = self.dispatch(), len(self.sources)
-        assert got.layout_info.recv_total_counter is not None
-        right = int(got.layout_info.recv_total_counter[0]) == n
-        rows = self._rows(got, True)
-        stamp = rows[:n, :3].float().round().long()
-        found = (stamp[:, 0] << 32) + stamp[:, 1] + 128 * stamp[:, 2]
-        if not self.quantised:   # a quantised stamp is near, not equal
-            right &= bool(torch.equal(found, torch.where(self.sources < 0, 0, self.sources)))
-        self.handle.combine(rows, CombineOutputs(self.out))
-        right &= self._equal(self.out, self.quantised)
-        if self.case.backward:
+        got = self.dispatch()
+        right = ht_arrived(case, self.everybody, rank, self.sources, got) and (not small or oracle.agrees(case, rank, got, None))
+        self.handle.combine(self._rows(got, True), CombineOutputs(self.out))
+        right &= self._equal(self.out, self.quantised) and (not small or oracle.agrees(case, rank, None, self.out))
+        if case.backward:
             self.backward()
             right &= self._equal(self.back.tokens, False)
         self.group.check()
@@ -146,8 +118,7 @@ class HTSubject(Subject):
         counts = (hosts[:, :, None] == ranks).any(1).sum(1) if self.case.layout == "flat" else (self.ids >= 0).sum(1)
         sums, x = torch.zeros(self.tokens.shape, device=ranks.device), self.tokens.float()
         if quantised:
-            assert self.inputs.scales is not None
-            x = (self.inputs.tokens.float() * self.inputs.scales.repeat_interleave(128, 1)).to(self.tokens.dtype).float()
+            x = turned_back(self.inputs.tokens, self.inputs.scales, self.tokens.dtype).float()
         for i in range(self.case.topk):
             sums = torch.where((counts > i)[:, None], sums + x, sums)
         return sums.to(self.tokens.dtype)

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ncclep_py import CombineOutputs, DispatchConfig, DispatchInputs, DispatchOutputs, DispatchQuant, Group, GroupConfig, Layout
+from ncclep_py.bench import oracle
+from ncclep_py.bench.arrivals import ll_arrived
+from ncclep_py.bench.inputs import sent_rows, tokens_of, turned_back, weights_of
 from ncclep_py.bench.routing import routing
 from ncclep_py.bench.subject import FLUSH_BYTES, Subject
-from ncclep_py.reference import fma32, quantize_ds_fp8
+from ncclep_py.reference import fma32
 from ncclep_py.signature import OpKind
-from ncclep_py.testing import bits_equal, stamped_tokens
+from ncclep_py.testing import bits_equal
 
 if TYPE_CHECKING:
     from ncclep_py.bench.case import Case
@@ -24,35 +27,33 @@ TIMEOUT_NS = 10_000_000_000
 
 
 class LLSubject(Subject):
-    """Experts are the identity (with a recipe they turn rows back, outside what is timed), so every result is known and compared by its bits."""
+    """Experts are the identity (with a recipe they turn rows back, outside what is timed), so every received and every combined row is known and
+    compared by its bits; small cases also with the oracle."""
 
     def __init__(self, comm: Communicator, case: Case, trace: bool = False) -> None:
         super().__init__(comm, case)
         self.group = Group.create(comm, GroupConfig(
             num_experts=case.experts, max_dispatch_tokens_per_rank=case.tokens, hidden=case.hidden, dtype=case.torch_dtype(), num_topk=case.topk,
             max_num_sms=case.sms, timeout_ns=TIMEOUT_NS, trace=trace))
-        ids = routing(case, comm.rank)
-        self.tokens = stamped_tokens(comm.rank, case.tokens, case.hidden, case.torch_dtype()).to(comm.device)
-        weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(comm.rank)) + 0.01
-        self.weights = (weights / weights.sum(1, keepdim=True)).to(comm.device)
+        self.everybody = [routing(case, r).to(comm.device) for r in range(case.ranks)]
+        ids = self.everybody[comm.rank]
+        self.tokens = tokens_of(case, comm.rank, comm.device)
+        self.weights = weights_of(case, comm.rank).to(comm.device)
         self.rank_major, self.quantised = case.layout == "rank_major", case.recipe != "none"
-        self.handle = self.group.create_handle(Layout[case.layout.upper()], ids.to(comm.device))
-        rows, scales = quantize_ds_fp8(self.tokens.cpu()) if self.quantised else (self.tokens, None)
+        self.handle = self.group.create_handle(Layout[case.layout.upper()], ids)
+        rows, scales = sent_rows(case, self.tokens)
         forwarded = case.recipe == "quant_fwd"
-        self.inputs = DispatchInputs(rows.to(comm.device) if forwarded else self.tokens, self.weights if self.rank_major else None,
-                                     scales.to(comm.device) if forwarded and scales is not None else None)
+        self.inputs = DispatchInputs(rows if forwarded else self.tokens, self.weights if self.rank_major else None, scales if forwarded else None)
         recipe = {"none": DispatchQuant.NONE, "ds_fp8": DispatchQuant.DS_FP8E3M4, "quant_fwd": DispatchQuant.FWD}[case.recipe]
         self.config = DispatchConfig(quant_recipe=recipe)
-        self.want = self._expected(ids, rows.cpu(), scales)
+        self.want = self._expected(ids.cpu(), turned_back(rows, scales, self.tokens.dtype).cpu().float())
         self.flush = torch.empty(FLUSH_BYTES // case.ranks if comm.backend == "nccl" else 1024, dtype=torch.uint8, device=comm.device)
         self.one = torch.zeros(1, device=comm.device)
         self.out = torch.empty_like(self.tokens)
 
-    def _expected(self, ids: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-        """What combine must give, on the CPU: the sum of as many equal rows as a token has, in the kernels' order."""
-        dtype = self.tokens.dtype
-        x = rows.float() if scales is None else (rows.float() * scales.repeat_interleave(128, 1)).to(dtype).float()
-        sums = torch.zeros(x.shape)
+    def _expected(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What combine must give, on the CPU: the sum of as many equal rows `x` as a token has, in the kernels' order."""
+        dtype, sums = self.tokens.dtype, torch.zeros(x.shape)
         if not self.rank_major:
             weights = self.weights.cpu()
             for k in range(self.case.topk):
@@ -69,6 +70,9 @@ class LLSubject(Subject):
 
     def _pair(self, flush: bool = False, experts: bool = False) -> None:
         received = self.dispatch()
+        if experts and self.checking:
+            self.right &= ll_arrived(self.case, self.everybody, self.comm.rank, received)
+            self.right &= not oracle.is_small(self.case) or oracle.agrees(self.case, self.comm.rank, received, None)
         rows = self.handle.expert_rows()
         if experts and self.quantised:
             assert received.scales is not None
@@ -81,11 +85,14 @@ class LLSubject(Subject):
         self._pair()
 
     def check(self) -> bool:
-        for _ in range(3):
+        self.right, small = True, oracle.is_small(self.case)
+        for last in (False, False, True):
+            self.checking = last   # looking waits for the device: the first rounds run into each other
             self.out.fill_(float("nan"))
             self._pair(experts=True)
         self.group.check()
-        return bits_equal(self.out.cpu(), self.want)
+        self.right &= bits_equal(self.out.cpu(), self.want)
+        return self.right and (not small or oracle.agrees(self.case, self.comm.rank, None, self.out))
 
     def actions(self) -> dict[str, Callable[[], Any]]:
         return {"dispatch": self.dispatch, "flush": self.flush.zero_, "flushed_pair": lambda: self._pair(flush=True),

@@ -8,6 +8,7 @@
 * ``rows``: one per case and implementation, with every field of ``bench.case.Case`` and
     * ``implementation``: ``ncclep_py``, ``nccl.ep``, ``all_to_all_single`` or ``deep_ep``;
     * ``verified``: whether received rows and combined rows were right before and after timing; ``exact``: whether this was compared by bits;
+    * ``checked_by``: ``closed form`` (tensor operations; of ours every received and combined bit), small cases of ours ``and oracle``;
     * ``figures``: name -> ``{"median_us", "low_us", "high_us", "replays"}``, microseconds of the slowest rank. ``pair`` is a dispatch and a combine
       in a graph of 20 (ht: 4) divided by as many, ``chained_pair`` the slope between graphs of two lengths, in which what a replay costs once drops
       out; ``eager_pair`` without a graph; ``dispatch`` (slope), ``flushed_pair`` (320 MB written in between, taken off again), ``heads_pair``,
