@@ -218,7 +218,7 @@ def heat(name: str, title: str, values: Sequence[Sequence[float]], x_label: str,
     header = (y_label + " \\ " + x_label, *map(str, range(len(values[0]))))
     table = tuple((str(y), *map(_number, line)) for y, line in enumerate(values))
     width = min(max(4.6, 1.8 + 0.42 * len(values[0])), 9.2)
-    return Picture(name, title, caption, header, table, (width, min(max(3.2, 1.6 + 0.36 * len(values)), 8.0)), draw, simulated)
+    return Picture(name, title, caption, header, table, (width, min(max(3.8, 1.6 + 0.36 * len(values)), 8.0)), draw, simulated)
 
 
 def rank_load(row: Row) -> list[list[float]]:
