@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import importlib
 import itertools
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from ncclep_py.bench.peers import PEERS, why_not
 from ncclep_py.bench.routing import ROUTINGS
 from ncclep_py.bench.table import line, table
 from ncclep_py.bench.traces import write_traces
+from ncclep_py.bench.worlds import Worlds
 from ncclep_py.timeline import add_trace_argument
 
 __all__ = ["add_arguments", "cases", "main"]
@@ -111,53 +111,17 @@ def _where(options: argparse.Namespace) -> tuple[str, str, int]:
 
 
 # ---- run -----------------------------------------------------------------------------------------------------------------------
-def answers(job: Any, run: Any) -> list[dict[str, Any]]:
-    """All ranks' answers to a job of `bench.rank_jobs`, in the mode of its case."""
-    case = job.case
-    if case.mode == "processes":
-        from ncclep_py.bench.processes import run_processes
-
-        return run_processes(job, run, case.ranks, case.gpus)
-    if case.mode == "torchrun":
-        return _under_torchrun(job, run)
-    from ncclep_py.local_world import LocalWorld
-
-    devices = [r % case.gpus for r in range(case.ranks)] if case.backend == "nccl" else None
-    with LocalWorld(case.ranks, case.backend, devices=devices, blocks=case.sms, threads=type(job).__name__ == "LayerJob") as world:
-        return world.run(run, job)
-
-
-@functools.cache
-def _communicator() -> Any:
-    from ncclep_py.communicator import Communicator
-
-    return Communicator.from_environment()
-
-
-def _under_torchrun(job: Any, run: Any) -> list[dict[str, Any]]:
-    import torch
-    import torch.distributed as dist
-
-    comm = _communicator()
-    if job.case.ranks != comm.num_ranks:
-        raise ValueError(f"ranks must be torchrun's {comm.num_ranks}, got {job.case.ranks}")
-    with torch.cuda.stream(torch.cuda.Stream()):
-        mine = run(comm, job)
-    everybody: list[Any] = [None] * comm.num_ranks
-    dist.all_gather_object(everybody, mine)
-    return everybody
-
-
-def row_of(case: Case, implementation: str, copy_gb_s: float | None, stamps: bool) -> dict[str, Any]:
-    """One row of the record: checked, timed, and what it is made of."""
+def row_of(worlds: Worlds, case: Case, implementation: str, copy_gb_s: float | None, stamps: bool) -> tuple[dict[str, Any], list[Any]]:
+    """One row of the record: checked, timed, and what it is made of; and the kernels it used."""
     from ncclep_py.bench.byte_counts import byte_counts
     from ncclep_py.bench.rank_jobs import PairJob, run_pair
     from ncclep_py.bench.routing import expert_load, traffic
     from ncclep_py.bench.statistics import slowest
 
     row: dict[str, Any] = {"implementation": implementation, **dataclasses.asdict(case)}
+    kernels: list[Any] = []
     try:
-        got = answers(PairJob(case, implementation), run_pair)
+        got = worlds.answers(PairJob(case, implementation), run_pair)
         load, between = expert_load(case), traffic(case)
         moved = byte_counts(case, load, between)
         figures = {name: slowest([answer["times"][name] for answer in got]) for name in got[0]["times"]}
@@ -167,12 +131,14 @@ def row_of(case: Case, implementation: str, copy_gb_s: float | None, stamps: boo
                 "figures": {name: figure.as_json() for name, figure in figures.items()}, "host_us": round(max(hosts), 1) if hosts else None,
                 "compile_s": None, "peak_memory_bytes": max(memory) if None not in memory else None, "bytes": moved.as_json(),
                 "share_of_copy": _share(sum(moved.physical), figures, copy_gb_s), "expert_load": load, "traffic": between,
-                "ready_s": round(max(answer["ready_s"] for answer in got), 3), "checked_by": _checked_by(case, implementation)}
+                "ready_s": round(max(answer["ready_s"] for answer in got), 3), "checked_by": _checked_by(case, implementation),
+                "clocks_mhz": next((answer["clocks_mhz"] for answer in got if answer["clocks_mhz"]), None)}
+        kernels = got[0]["kernels"]
         if stamps and implementation == "ncclep_py":
-            row["stamps"] = [event for answer in answers(PairJob(case, implementation, True), run_pair) for event in answer["stamps"]]
+            row["stamps"] = [event for answer in worlds.answers(PairJob(case, implementation, True), run_pair) for event in answer["stamps"]]
     except Exception:   # noqa: BLE001  (a failed case is a row of the record)
         row["error"] = traceback.format_exc()[-1500:]
-    return row
+    return row, kernels
 
 
 def _checked_by(case: Case, implementation: str) -> str:
@@ -188,41 +154,7 @@ def _share(moved: int, figures: dict[str, Any], copy_gb_s: float | None) -> floa
     return round(moved / (figure.median * copy_gb_s * 1e3), 3) if figure is not None and copy_gb_s else None
 
 
-def compile_seconds(case: Case) -> dict[str, float] | None:
-    """Seconds to compile a case's kernels into an empty cache, and to find them again; None where no compiler is installed."""
-    import tempfile
-    import time
-
-    from ncclep_py import GroupConfig, Layout
-    from ncclep_py.kernels.shape import KernelShape
-
-    if case.algorithm != "ll":
-        return None
-    try:
-        from ncclep_py.compiled import KernelSpec, compile_kernel
-        from ncclep_py.launch import _present_arch
-
-        config = GroupConfig(num_experts=case.experts, max_dispatch_tokens_per_rank=case.tokens, hidden=case.hidden, num_topk=case.topk)
-        layout = Layout[case.layout.upper()]
-        shape = KernelShape.build(config, case.ranks, case.topk, 8, layout)
-        kernels = ["ll_rank_major_dispatch" if case.layout == "rank_major" else "ll_dispatch", "ll_combine"]
-        before, told = os.environ.get("NCCLEP_CACHE_DIR"), {}
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ["NCCLEP_CACHE_DIR"] = folder
-            try:
-                for name in ("cold", "warm"):
-                    started = time.perf_counter()
-                    for kernel in kernels:
-                        compile_kernel(KernelSpec(kernel, shape), _present_arch() or "sm_90")
-                    told[name] = round(time.perf_counter() - started, 3)
-            finally:
-                os.environ.pop("NCCLEP_CACHE_DIR") if before is None else os.environ.__setitem__("NCCLEP_CACHE_DIR", before)
-        return told
-    except ImportError:
-        return None
-
-
-def layer_rows(case: Case) -> Iterator[dict[str, Any]]:
+def layer_rows(worlds: Worlds, case: Case) -> Iterator[dict[str, Any]]:
     """Tokens per second of the MoE layer, each way and direction; in one process only ours."""
     from ncclep_py.bench.rank_jobs import LayerJob, run_layer
 
@@ -232,7 +164,7 @@ def layer_rows(case: Case) -> Iterator[dict[str, Any]]:
             row: dict[str, Any] = {"implementation": implementation, "direction": "forward+backward" if backward else "forward",
                                    **dataclasses.asdict(ht), "width": max(16, case.hidden // 4)}
             try:
-                got = answers(LayerJob(ht, implementation, row["width"], backward), run_layer)
+                got = worlds.answers(LayerJob(ht, implementation, row["width"], backward), run_layer)
                 steps = sorted(max(step) for step in zip(*(answer["seconds"] for answer in got), strict=True))
                 seconds = steps[len(steps) // 2]
                 row |= {"tokens_per_s": round(ht.ranks * ht.tokens / seconds) if case.backend == "nccl" else None,
@@ -260,7 +192,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run everything the options ask for; the record."""
     import torch
 
+    from ncclep_py.bench.compile_times import compile_seconds
     from ncclep_py.bench.machine import floors, machine
+    from ncclep_py.launch import _present_arch
 
     backend, mode, gpus = _where(options)
     if mode == "torchrun":
@@ -268,38 +202,56 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     todo = cases(options, backend, mode, gpus)
     first = mode != "torchrun" or os.environ["RANK"] == "0"
     tell = _tell if first else lambda text: None
-    record = records.new_record(machine(backend), floors() if backend == "nccl" else {})
-    torch.cuda.empty_cache()   # ranks in other processes need the memory
+    worlds, compiled = Worlds(), set()
     if backend == "sim":
         tell("simulated: results are checked, nothing is timed")
-    peers = list(PEERS) if "all" in options.peers else options.peers
+    jobs = _jobs(options, todo, tell)
+    try:
+        record = records.new_record(machine(backend), worlds.alone(floors, mode) if backend == "nccl" else {})
+        torch.cuda.empty_cache()   # ranks in other processes need the memory
+        for done, (case, implementation) in enumerate(jobs):
+            if first:
+                _progress(done, len(jobs), f"{implementation} {case.name()}")
+            row, kernels = row_of(worlds, case, implementation, record["floors"].get("copy_gb_s"), options.stamps or bool(options.trace))
+            record["rows"].append(row)
+            kind = case.algorithm, case.layout, case.dtype, case.recipe
+            if first and backend == "nccl" and kernels and kind not in compiled:   # of each kind once: it takes seconds
+                compiled.add(kind)
+                row["compile_s"] = compile_seconds(kernels, _present_arch() or "sm_90")
+            if first:
+                _progress(len(jobs), len(jobs), "")
+                _save(record, options)
+            tell(line(row))
+        for row in layer_rows(worlds, todo[-1]) if options.layer else ():
+            record["layers"].append(row)
+            speed = row.get("error", "").strip().splitlines()[-1:] or [f"{row['tokens_per_s'] or 'not timed:'} tokens/s"]
+            tell(f"{row['implementation']:<18} MoE layer, {row['direction']}: {speed[0]}")
+    finally:
+        worlds.close()
+    for told in table(record["rows"]):
+        tell(told)
+    return record if first else {**record, "rows": []}
+
+
+def _jobs(options: argparse.Namespace, todo: list[Case], tell: Callable[[str], None]) -> list[tuple[Case, str]]:
+    """Every case and who plays it; one implementation after the other where processes are started for each."""
     jobs: list[tuple[Case, str]] = []
     for case in todo:
         jobs.append((case, "ncclep_py"))
-        for peer in peers:
+        for peer in list(PEERS) if "all" in options.peers else options.peers:
             reason = why_not(peer, case)
             if reason:
                 tell(f"{peer:<18} {case.name()}: left out, {reason}")
             else:
                 jobs.append((case, peer))
-    for done, (case, implementation) in enumerate(jobs):
-        if first:
-            _progress(done, len(jobs), f"{implementation} {case.name()}")
-        row = row_of(case, implementation, record["floors"].get("copy_gb_s"), options.stamps or bool(options.trace))
-        record["rows"].append(row)
-        if first:
-            _progress(len(jobs), len(jobs), "")
-        tell(line(row))
-    if first and record["rows"]:
-        record["rows"][0]["compile_s"] = compile_seconds(todo[0])
-    if options.layer:
-        for row in layer_rows(todo[-1]):
-            record["layers"].append(row)
-            speed = row.get("error", "").strip().splitlines()[-1:] or [f"{row['tokens_per_s'] or 'not timed:'} tokens/s"]
-            tell(f"{row['implementation']:<18} MoE layer, {row['direction']}: {speed[0]}")
-    for told in table(record["rows"]):
-        tell(told)
-    return record if first else {**record, "rows": []}
+    order = ["ncclep_py", *PEERS]
+    return sorted(jobs, key=lambda job: order.index(job[1])) if todo[0].mode == "processes" else jobs
+
+
+def _save(record: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write what there is: a run may be cut short."""
+    if options.json and record["rows"]:
+        records.write(record, options.json)
 
 
 def _bad(record: dict[str, Any]) -> bool:
@@ -331,8 +283,7 @@ def main(options: argparse.Namespace) -> int:
     except ValueError as e:
         sys.stderr.write(f"bench: {e}\n")
         return 2
-    if options.json and record["rows"]:
-        records.write(record, options.json)
+    _save(record, options)
     if options.trace and record["rows"]:
         for file, row in write_traces(record, options.trace):
             _tell(f"timeline in {file}: {row['algorithm']}, {row['layout']}, {row['tokens']} tokens")

@@ -26,7 +26,7 @@ from ncclep_py.bench import oracle
 from ncclep_py.bench.arrivals import ht_arrived, ht_sources
 from ncclep_py.bench.inputs import sent_rows, tokens_of, turned_back, weights_of
 from ncclep_py.bench.routing import routing
-from ncclep_py.bench.subject import Subject
+from ncclep_py.bench.subject import FLUSH_BYTES, Subject
 
 if TYPE_CHECKING:
     from ncclep_py.bench.case import Case
@@ -61,6 +61,7 @@ class HTSubject(Subject):
             rows, scales = sent_rows(case, self.tokens)
             self.inputs = DispatchInputs(rows, self.weights, scales)
             self.config = DispatchConfig(quant_recipe=DispatchQuant.FWD)
+        self.flush = torch.empty(FLUSH_BYTES // case.ranks if comm.backend == "nccl" else 1024, dtype=torch.uint8, device=comm.device)
         self.out = torch.empty_like(self.tokens)
         self.back = CombineOutputs(torch.empty_like(self.tokens), torch.empty_like(self.weights))
 
@@ -77,8 +78,11 @@ class HTSubject(Subject):
             rows[: len(received.tokens)].copy_(received.tokens.float() * received.scales.repeat_interleave(128, 1))
         return rows
 
-    def pair(self) -> None:
-        self.handle.combine(self._rows(self.dispatch(), False), CombineOutputs(self.out))
+    def pair(self, flush: bool = False) -> None:
+        received = self.dispatch()
+        if flush:
+            self.flush.zero_()
+        self.handle.combine(self._rows(received, False), CombineOutputs(self.out))
 
     def backward(self) -> None:
         """The pair of the other pass: gradients of combined rows go out, those of tokens and weights come back."""
@@ -129,7 +133,8 @@ class HTSubject(Subject):
             self.backward()
 
         more = {"both_passes": both} if self.case.backward else {}
-        return {"dispatch": self.dispatch, "update": self.update, "step": self.step} | more
+        return {"dispatch": self.dispatch, "update": self.update, "step": self.step, "flush": self.flush.zero_,
+                "flushed_pair": lambda: self.pair(True)} | more
 
     def close(self) -> None:
         self.group.close()

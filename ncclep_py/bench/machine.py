@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import importlib.metadata
 import platform
 import subprocess
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["floors", "machine"]
+__all__ = ["clocks", "floors", "machine"]
 
 
 def machine(backend: str) -> dict[str, Any]:
@@ -66,6 +67,28 @@ def _clocks() -> dict[str, Any]:
         return {"driver": driver, "sm_clock_mhz": [int(sm), int(most_sm)], "memory_clock_mhz": [int(memory), int(most_memory)]}
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
         return {}
+
+
+def clocks(device: Any) -> dict[str, int] | None:
+    """``{"sm", "memory"}`` MHz of a device now, by NVML where pynvml is installed, else by nvidia-smi (which takes a while); None if neither can
+    say."""
+    import torch
+
+    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    try:
+        pynvml: Any = importlib.import_module("pynvml")
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(name)
+        return {"sm": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM), "memory": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM)}
+    except Exception:   # noqa: BLE001  (not installed, no driver library, no right to ask)
+        pass
+    try:
+        done = subprocess.run(["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits", f"--id={name}"],
+                              capture_output=True, text=True, timeout=20)
+        sm, memory = (int(word) for word in done.stdout.strip().split(","))
+        return {"sm": sm, "memory": memory}
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return None
 
 
 def floors() -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ncclep_py.bench.compile_times import noted
 from ncclep_py.bench.subject import measure
 
 if TYPE_CHECKING:
@@ -41,14 +43,26 @@ class LayerJob:
 
 
 def run_pair(comm: Communicator, job: PairJob, meet: Callable[[], None] | None = None) -> dict[str, Any]:
-    """One rank's answer: `bench.subject.measure`'s, seconds until ready, most device memory, and stamps."""
+    """One rank's answer: `bench.subject.measure`'s, seconds until ready, kernels used, most device memory, and stamps."""
+    gpu = comm.backend == "nccl"
+    _reset_peak(gpu)
+    kernels: list[tuple[str, Any]] = []
+    end = noted(comm, kernels)
+    started = time.perf_counter()
+    try:
+        subject = _subject(comm, job)
+        ready = time.perf_counter() - started
+        told = _played(subject, job, meet)
+    finally:
+        end()
+    return told | {"ready_s": ready, "kernels": kernels}
+
+
+def _played(subject: Any, job: PairJob, meet: Callable[[], None] | None) -> dict[str, Any]:
     from ncclep_py.bench.timer import Timer
 
-    case, gpu = job.case, comm.backend == "nccl"
-    _reset_peak(gpu)
-    started = time.perf_counter()
-    subject = _subject(comm, job)
-    ready = time.perf_counter() - started
+    comm, case = subject.comm, job.case
+    gpu = comm.backend == "nccl"
     timer = Timer(comm, meet or comm.barrier, *LENGTHS[case.algorithm]) if gpu and not job.trace else None
     told = measure(subject, timer, case.mode != "local")
     if job.trace:
@@ -56,7 +70,7 @@ def run_pair(comm: Communicator, job: PairJob, meet: Callable[[], None] | None =
 
         told["stamps"] = to_json(subject.group.timeline())
     subject.close()
-    return told | {"ready_s": ready, "peak_memory_bytes": _peak(gpu, subject, case)}
+    return told | {"peak_memory_bytes": _peak(gpu, subject, case)}
 
 
 def _subject(comm: Communicator, job: PairJob) -> Any:
@@ -76,6 +90,7 @@ def _subject(comm: Communicator, job: PairJob) -> Any:
 def _reset_peak(gpu: bool) -> None:
     import torch
 
+    gc.collect()   # windows go with the last tensor over them
     if gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -107,7 +122,8 @@ def run_layer(comm: Communicator, job: LayerJob, meet: Callable[[], None] | None
         exchange = SplitExchange(job.case, process_group(comm))
     x = torch.randn(job.case.tokens, job.case.hidden, generator=torch.Generator().manual_seed(comm.rank)).to(job.case.torch_dtype()).to(comm.device)
     times = []
-    for _ in range(LAYER_WARM_UP + LAYER_STEPS):
+    warm_up, steps = (LAYER_WARM_UP, LAYER_STEPS) if comm.backend == "nccl" else (1, 1)   # simulated: only checked
+    for _ in range(warm_up + steps):
         comm.synchronize()
         (meet or comm.barrier)()
         started = time.perf_counter()
@@ -119,4 +135,4 @@ def run_layer(comm: Communicator, job: LayerJob, meet: Callable[[], None] | None
         times.append(time.perf_counter() - started)
     if ours:
         exchange.close()
-    return {"seconds": times[LAYER_WARM_UP:], "sum": float(out.detach().float().sum())}
+    return {"seconds": times[warm_up:], "sum": float(out.detach().float().sum())}

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ncclep_py.bench.machine import clocks
+
 if TYPE_CHECKING:
     from ncclep_py.bench.case import Case
     from ncclep_py.bench.timer import Timer
@@ -59,13 +61,15 @@ def measure(subject: Subject, timer: Timer | None, processes: bool) -> dict[str,
         processes: whether ranks are processes of their own.
 
     Returns:
-        ``verified``, and lists of microseconds per figure under ``times``; ``host_us`` per operation.
+        ``verified``, lists of microseconds per figure under ``times``, ``host_us`` per operation, ``clocks_mhz`` of rank 0's GPU after the pairs.
     """
-    told: dict[str, Any] = {"verified": subject.check(), "exact": subject.exact, "times": {}, "host_us": []}
+    told: dict[str, Any] = {"verified": subject.check(), "exact": subject.exact, "times": {}, "host_us": [], "clocks_mhz": None}
     if timer is not None:
         times = told["times"]
         if subject.capturable:
             times["pair"], times["chained_pair"] = timer.replayed(subject.pair), timer.chained(subject.pair)
+            if subject.comm.rank == 0:
+                told["clocks_mhz"] = clocks(subject.comm.device)   # at once: they fall when there is nothing to do
             times |= {name: timer.chained(action) for name, action in subject.actions().items() if not name.startswith("flush")}
             times |= _flushed(subject, timer)
         if processes:
