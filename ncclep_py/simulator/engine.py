@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from ncclep_py.simulator.task import Launch, Stream, Task
 from ncclep_py.simulator.trace import Event, write_trace
 from ncclep_py.simulator.words import Words
 
+if TYPE_CHECKING:
+    from ncclep_py.simulator.network import Network
+
 __all__ = ["Simulator"]
 
 POISON = 0xA5
@@ -36,6 +39,8 @@ class Simulator:
         events: timeline of the run if `trace`.
         stamps: (rank, block, kernel, phase, step) of every stamp, for `timeline.events_of`; None: not collected.
         poisoned: number of slots poisoned so far, over all ranks.
+        team_size: ranks that can address each other's memory, 0 for all.
+        network: what is between teams; it sets itself (``network.Network``).
     """
 
     def __init__(self, num_ranks: int, seed: int = 0, mode: str = "fair", blocks: int = 2, warps: int = 2, faults: Faults | None = None,
@@ -58,6 +63,8 @@ class Simulator:
         if mode not in ("fair", "adversarial"):
             raise ValueError(f"mode must be 'fair' or 'adversarial', got {mode!r}")
         self.num_ranks, self.seed, self.blocks, self.warps = num_ranks, seed, blocks, warps
+        self.team_size = 0
+        self.network: Network | None = None
         self.faults, self.poison, self.resident_blocks = faults or Faults(), poison, resident_blocks
         self.ledger = Ledger(num_ranks * (blocks * warps + 1))
         self.memory = Memory(self.ledger)
@@ -102,6 +109,9 @@ class Simulator:
         regions = self.windows.get(window)
         if regions is None or not 0 <= peer < self.num_ranks:
             raise OutOfBoundsError(f"{self.ledger.describe(task.agent.slot, task.agent.time)}: no window {window} at rank {peer}")
+        if self.team_size and peer // self.team_size != task.rank // self.team_size:
+            raise OutOfBoundsError(f"{self.ledger.describe(task.agent.slot, task.agent.time)} addresses memory of rank {peer}, which is of another "
+                                   "team")
         return regions[peer].address + offset
 
     # ---- work ----------------------------------------------------------------------------------------------------------

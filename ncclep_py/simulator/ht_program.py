@@ -38,6 +38,8 @@ class _Routing:
 class HTProgram:
     """Ranks of one group; every method enqueues one step on all ranks (or those named). Handle i uses slot i."""
 
+    modules, factories = MODULES, FACTORIES
+
     def __init__(self, sim: Simulator, config: GroupConfig, layout: Layout, num_tokens: Sequence[int], num_topk: int | None = None,
                  idx_bytes: int = 8, alignment: int = 0, int_bytes: int = 4, global_ids: bool = False, epoch: int = 1,
                  grids: Sequence[tuple[int | None, int | None]] | None = None, seed: int = 0, **factories: Callable) -> None:
@@ -45,30 +47,44 @@ class HTProgram:
         self.sim, self.config, self.layout, self.num_tokens, self.ranks = sim, config, layout, list(num_tokens), range(sim.num_ranks)
         self.num_topk, self.int_bytes, self.global_ids, self.alignment = num_topk or config.num_topk, int_bytes, global_ids, alignment
         self.grids = grids or [(None, None)] * sim.num_ranks
-        self.shapes = [HTShape.build(config, sim.num_ranks, self.num_topk, idx_bytes, layout, alignment, b or sim.blocks) for b, _ in self.grids]
+        self.shapes = [self._shape(idx_bytes, layout, alignment, b or sim.blocks) for b, _ in self.grids]
         self.plan = self.shapes[0].window
         self.dtype, self.rng = config.token_type.torch_dtype(), torch.Generator().manual_seed(seed)
-        made = FACTORIES | factories
+        made = self.factories | factories
         self.kernels = [{name: make(shape, sim.vocabulary) for name, make in made.items()} for shape in self.shapes]
-        self.windows = [np.zeros(self.plan.total_bytes + 256, np.uint8) for _ in self.ranks]
-        self.windows = [w[-w.ctypes.data % 256:][:self.plan.total_bytes] for w in self.windows]
+        plans = [self._plans(rank) for rank in self.ranks]
+        self.windows = [np.zeros(plans[0][0][0] + 256, np.uint8) for _ in self.ranks]
+        self.windows = [w[-w.ctypes.data % 256:][:plans[0][0][0]] for w in self.windows]
         for window in self.windows:
             window[:self.plan.slots].view(np.uint64)[:] = (epoch - 1 & 0xFFFFFFFF) << 32
-        self.window = sim.create_window(self.windows, self.plan.regions())
-        self.local = [np.zeros(shape.local.total_bytes, np.uint8) for shape in self.shapes]
-        self.maps = [[np.zeros(shape.maps.total_bytes, np.uint8) for _ in range(config.num_slots)] for shape in self.shapes]
+        self.window = sim.create_window(self.windows, plans[0][0][1])
+        self.local = [np.zeros(local[0], np.uint8) for _, local, _ in plans]
+        self.maps = [[np.zeros(maps[0], np.uint8) for _ in range(config.num_slots)] for _, _, maps in plans]
         self.records = [np.zeros(8, np.int64) for _ in self.ranks]
         for rank in self.ranks:
             self.local[rank].view(np.uint64)[0] = epoch
-            sim.register(self.local[rank], "LOCAL", rank, self.shapes[rank].local.regions())
+            sim.register(self.local[rank], "LOCAL", rank, plans[rank][1][1])
             sim.register(self.records[rank], "record", rank)
             for i, maps in enumerate(self.maps[rank]):
-                sim.register(maps, f"MAPS{i}", rank, self.shapes[rank].maps.regions())
+                sim.register(maps, f"MAPS{i}", rank, plans[rank][2][1])
         self.routings: dict[int, _Routing] = {}   # the newest of each handle
         self.overflows = False
         self.expected: dict[int, tuple[list[ref.HTDispatch], bool]] = {}   # of each handle's newest dispatch
         self.written: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}   # by its experts
         self.checks: list[Callable[[], None]] = []
+
+    def _shape(self, idx_bytes: int, layout: Layout, alignment: int, blocks: int) -> HTShape:
+        return HTShape.build(self.config, self.sim.num_ranks, self.num_topk, idx_bytes, layout, alignment, blocks)
+
+    def _plans(self, rank: int) -> tuple[Any, Any, Any]:
+        """(bytes, regions) of the window, the local block and a handle's maps."""
+        shape = self.shapes[rank]
+        return ((shape.window.total_bytes, shape.window.regions()), (shape.local.total_bytes, shape.local.regions()),
+                (shape.maps.total_bytes, shape.maps.regions()))
+
+    def _combined(self, plan: Any, rows: list[torch.Tensor], grads: list[torch.Tensor] | None) -> list[ref.HTCombine]:
+        """What the oracle says a combine brings."""
+        return (ref.ht_flat_combine if self.layout is Layout.FLAT else ref.ht_expert_major_combine)(plan, rows, grads)
 
     # ---- operations --------------------------------------------------------------------------------------------------------
     def update(self, handle: int = 0, ids: Sequence[torch.Tensor] | None = None, ranks: Sequence[int] | None = None, status: int = 0) -> None:
@@ -108,7 +124,7 @@ class HTProgram:
             values = {"tokens": self._register("tokens", tokens[rank], rank), "scales": 0, "rows": self.plan.recv_rows,
                       "weights": self._register("weights", weights[rank], rank) if weights else 0, "global_ids": int(self.global_ids),
                       "cleared": self.plan.recv_rows, "forward": int(not backward),
-                      "signature": self._signature(OpKind.DISPATCH, handle, backward)}
+                      "signature": self._signature_of_dispatch(handle, backward)}
             self._launch("dispatch", rank, values | self._of_handle(rank, handle))
         self.expected[handle] = expected, backward
 
@@ -131,8 +147,7 @@ class HTProgram:
     def combine(self, handle: int = 0, backward: bool = False, ranks: Sequence[int] | None = None) -> None:
         """Enqueue a combine of what the experts wrote last."""
         routing, (rows, grads) = self.routings[handle], self.written.get(handle, self._nothing())
-        combined = ref.ht_flat_combine if self.layout is Layout.FLAT else ref.ht_expert_major_combine
-        expected = combined(routing.plan, rows, grads if backward else None)
+        expected = self._combined(routing.plan, rows, grads if backward else None)
         for rank in self.ranks if ranks is None else ranks:
             out = torch.full((self.num_tokens[rank], self.config.hidden), 7.0).to(self.dtype)
             grad = torch.full(routing.ids[rank].shape, 7.0)
@@ -232,6 +247,9 @@ class HTProgram:
         return Signature(kind, self.layout, shape.token_type, 0, slot, self.num_topk, shape.row_bytes // 16, int(self.global_ids),
                          backward=int(backward), alignment=shape.alignment.bit_length() - 1).pack()
 
+    def _signature_of_dispatch(self, handle: int, backward: bool = False) -> int:
+        return self._signature(OpKind.DISPATCH, handle, backward)
+
     def _of_handle(self, rank: int, handle: int) -> dict[str, int]:
         at = self.local[rank].ctypes.data
         return {"maps": self.maps[rank][handle].ctypes.data, "num_tokens": self.num_tokens[rank], "slot": self.plan.slot(handle),
@@ -242,4 +260,4 @@ class HTProgram:
         values = values | {"window": self.window, "rank": rank, "local": self.local[rank].ctypes.data, "record": self.records[rank].ctypes.data,
                            "timeout": self.config.wait_ns}
         blocks, warps = self.grids[rank]
-        self.sim.launch(rank, self.kernels[rank][kind], [values[p] for p in MODULES[kind].PARAMETERS], blocks, warps, label=kind)
+        self.sim.launch(rank, self.kernels[rank][kind], [values[p] for p in self.modules[kind].PARAMETERS], blocks, warps, label=kind)

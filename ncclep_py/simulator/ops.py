@@ -11,8 +11,8 @@ import numpy as np
 from greenlet import getcurrent
 
 from ncclep_py.errors import SPREADS, Code, Phase, Status
-from ncclep_py.kernels.ops import OPS, Vocabulary
-from ncclep_py.simulator import ht_ops, mask_ops, mask_row_ops, rank_ops, recipe_ops, routing_ops, staged_ops, trace_ops
+from ncclep_py.kernels.ops import HT_NET_OPS, OPS, Vocabulary
+from ncclep_py.simulator import ht_net_ops, ht_ops, mask_ops, mask_row_ops, rank_ops, recipe_ops, routing_ops, staged_ops, trace_ops
 from ncclep_py.simulator.call import Access, Call
 from ncclep_py.simulator.share import Share
 from ncclep_py.simulator.task import Task
@@ -28,17 +28,18 @@ Implementation = Callable[..., int]
 
 def vocabulary(sim: Simulator, overrides: Mapping[str, Sequence[str]]) -> Vocabulary:
     """All operations over one simulator; `overrides` replaces the effects of some."""
-    unknown = sorted(overrides.keys() - OPS.keys())
+    everything = OPS | HT_NET_OPS
+    unknown = sorted(overrides.keys() - everything.keys())
     if unknown:
         raise ValueError(f"effects for unknown operations: {unknown}")
-    return Vocabulary({name: _operation(sim, name, overrides.get(name, op.effects)) for name, op in OPS.items()})
+    return Vocabulary({name: _operation(sim, name, overrides.get(name, op.effects)) for name, op in everything.items()})
 
 
 def _operation(sim: Simulator, name: str, effects: Sequence[str]) -> Callable[..., int]:
     """The function a kernel calls."""
-    op = OPS[name]
+    op = OPS.get(name) or HT_NET_OPS[name]
     call = Call(sim, name, effects, op.scope, op.scope == "block" and "bar.sync" in op.effects)
-    modules = (routing_ops, rank_ops, recipe_ops, staged_ops, ht_ops, mask_ops, mask_row_ops, trace_ops)
+    modules = (routing_ops, rank_ops, recipe_ops, staged_ops, ht_ops, mask_ops, mask_row_ops, trace_ops, ht_net_ops)
     implementation: Implementation = next((getattr(m, name) for m in modules if hasattr(m, name)), None) or globals()["_" + name]
     arity = len(op.parameters)
 

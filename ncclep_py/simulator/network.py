@@ -1,0 +1,211 @@
+"""The network between teams in the simulator: puts that land any time, in pieces and in any order, and signals that wait for puts before them.
+
+A put of a context reads its source bytes when it lands and writes them at the target, in one or two pieces; value puts carry their value and land
+whole. A signal lands after everything issued before it on its (context, source, target); nothing else is ordered. What an issuing warp's last system
+fence released travels with puts and signals, and counts for whoever acquires the signal. Two puts to the same bytes that are under way at the same
+time are an error, and so is a put to a rank there is no connection to. When things land is the scheduler's choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ncclep_py.simulator.clock import Agent, Clock
+from ncclep_py.simulator.errors import OutOfBoundsError, RaceError
+from ncclep_py.simulator.policy import NEVER
+from ncclep_py.simulator.task import Task
+
+if TYPE_CHECKING:
+    from ncclep_py.simulator.engine import Simulator
+
+__all__ = ["Network"]
+
+WIRE = -2
+"""Block index of a wire's slot in the ledger."""
+
+
+@dataclasses.dataclass(eq=False)
+class Item:
+    """Something under way on a wire: a put (`pieces` of (target, source, size) bytes), a value put (`value`) or a signal (`amount`)."""
+
+    wire: Wire
+    kind: str
+    clock: Clock
+    time: int
+    pieces: list[tuple[int, int, int]]
+    value: int = 0
+    signal: int = 0
+    amount: int = 0
+    due: bool = False
+    landed: bool = False
+
+    def show(self, rank: int, piece: Any) -> None:
+        """The scheduler delivers `piece` of this item at `rank`."""
+        self.wire.network.land(self, piece)
+
+
+@dataclasses.dataclass(eq=False)
+class Wire:
+    """(context, source, target): its slot in the ledger, and what was issued on it and has not landed."""
+
+    network: Network
+    context: int
+    source: int
+    target: int
+    slot: int
+    open: list[Item] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(eq=False)
+class Signal:
+    """Value of a signal, and what happened before the adds that landed."""
+
+    value: int = 0
+    clock: Clock | None = None
+
+
+class Network:
+    """The network of one simulator whose ranks form teams: made once, before the simulator runs, it becomes ``sim.network``.
+
+    Attributes:
+        puts: number of puts so far, values included.
+        lost: pairs (source, target) of ranks between which everything vanishes from now on.
+        slow: ranks to and from which things take as long as they can.
+    """
+
+    def __init__(self, sim: Simulator, team_size: int, contexts: int, rail_only: bool = False) -> None:
+        """Connections between all ranks of different teams, or only between those of the same index (`rail_only`)."""
+        if sim.num_ranks % team_size:
+            raise ValueError(f"team_size must divide the {sim.num_ranks} ranks, got {team_size}")
+        self.sim, self.team_size, self.contexts = sim, team_size, contexts
+        self.signals: dict[tuple[int, int, int], Signal] = {}
+        self.wires: dict[tuple[int, int, int], Wire] = {}
+        self.puts = 0
+        self.lost: set[tuple[int, int]] = set()
+        self.slow: set[int] = set()
+        sim.team_size, sim.network = team_size, self
+        for source in range(sim.num_ranks):
+            for target in range(sim.num_ranks):
+                if source // team_size == target // team_size or (rail_only and (source - target) % team_size):
+                    continue
+                for context in range(contexts):
+                    slot = sim.ledger.slot(source, WIRE, target * contexts + context)
+                    self.wires[context, source, target] = Wire(self, context, source, target, slot)
+        more = len(sim.ledger.slots) - sim.ledger.capacity
+        if more > 0:
+            sim.ledger.capacity = len(sim.ledger.slots)
+            sim.memory.grow(sim.ledger.capacity)
+            for stream in sim.streams:
+                stream.clock = np.pad(stream.clock, (0, more))
+
+    # ---- operations ----------------------------------------------------------------------------------------------------------
+    def put(self, task: Task, window: int, peer: int, context: int, target_at: int, source_at: int, size: int) -> None:
+        """Put bytes of my window."""
+        target, source = self._at(window, peer, target_at, size), self._at(window, task.rank, source_at, size)
+        cut = 16 * self.sim.policy.random.randrange(1, size // 16) if size >= 32 and self.sim.policy.random.random() < 0.5 else size
+        self._issue(task, peer, context, "put", [(target, source, cut)] + ([(target + cut, source + cut, size - cut)] if cut < size else []))
+
+    def put_value(self, task: Task, window: int, peer: int, context: int, target_at: int, value: int) -> None:
+        """Put a word."""
+        self._issue(task, peer, context, "value", [(self._at(window, peer, target_at, 8), 0, 8)], value)
+
+    def signal(self, task: Task, peer: int, context: int, signal: int, amount: int) -> None:
+        """Add to a signal of the peer."""
+        self._issue(task, peer, context, "signal", [], signal=signal, amount=amount)
+
+    def seen(self, rank: int, context: int, signal: int) -> int:
+        """Value of a signal of `rank`."""
+        found = self.signals.get((rank, context, signal))
+        return found.value if found else 0
+
+    def acquire(self, task: Task, context: int, signal: int) -> None:
+        """What happened before the adds that landed happened before me."""
+        found = self.signals.get((task.rank, context, signal))
+        if found is not None and found.clock is not None:
+            task.agent.join(found.clock)
+
+    # ---- inside ----------------------------------------------------------------------------------------------------------------
+    def _at(self, window: int, rank: int, offset: int, size: int) -> int:
+        region = self.sim.windows[window][rank]
+        if offset < 0 or offset + size > len(region.bytes):
+            raise OutOfBoundsError(f"a put of {size} bytes at {offset} of the window of rank {rank}, which has {len(region.bytes)}")
+        return region.address + offset
+
+    def _issue(self, task: Task, peer: int, context: int, kind: str, pieces: list[tuple[int, int, int]], value: int = 0, signal: int = 0,
+               amount: int = 0) -> None:
+        wire = self.wires.get((context, task.rank, peer))
+        ledger = self.sim.ledger
+        if wire is None:
+            raise OutOfBoundsError(f"{ledger.describe(task.agent.slot, task.agent.time)} puts to rank {peer} on context {context}, but there is no "
+                                   f"such connection: teams have {self.team_size} ranks, there are {self.contexts} contexts")
+        self.puts += kind != "signal"
+        ledger.logs[wire.slot].append(task.site)
+        time = len(ledger.logs[wire.slot]) - 1
+        released = task.agent.released_sys
+        clock = ledger.zero() if released is None else released.copy()
+        for other in self.wires.values():
+            for item in other.open if other.target == peer else ():
+                for begin, _, size in item.pieces:
+                    if any(begin < b + s and b < begin + size for b, _, s in pieces):
+                        where = self._name(peer, max(begin, pieces[0][0]))
+                        raise RaceError(f"{ledger.describe(task.agent.slot, task.agent.time)} puts to {where}, and a put of "
+                                        f"{ledger.describe(other.slot, item.time)} to it is still under way")
+        item = Item(wire, kind, clock, time, pieces, value, signal, amount)
+        if (task.rank, peer) in self.lost:
+            return
+        wire.open.append(item)
+        for piece in [*pieces] if pieces else (None,):
+            self._send(item, piece, peer, bool(self.slow & {task.rank, peer}))
+
+    def _send(self, item: Any, piece: Any, rank: int, slow: bool = False) -> None:
+        scheduler = self.sim.scheduler
+        scheduler.sent += 1
+        heapq.heappush(scheduler.under_way, (NEVER if slow else scheduler.step + max(self.sim.policy.delay(), 0), scheduler.sent, item, piece, rank))
+
+    def land(self, item: Item, piece: Any) -> None:
+        """`piece` of an item has come; a signal waits for what was issued before it."""
+        wire, sim = item.wire, self.sim
+        if item.kind == "signal":
+            item.due = True
+        else:
+            agent = Agent(sim.ledger, wire.slot, wire.source, np.pad(item.clock, (0, sim.ledger.capacity - len(item.clock))))
+            agent.time = item.time
+            agent.clock[wire.slot] = item.time
+            target, source, size = piece
+            item.pieces.remove(piece)
+            if item.kind == "put":
+                data = sim.memory.read(agent, source, size).copy()
+                sim.memory.write(agent, target, size)[:] = data
+            else:
+                word = sim.words.word(agent, target)
+                store = word.append(item.value, agent, "sys", None, None)
+                first = wire.target // self.team_size * self.team_size
+                for reader in range(first, first + self.team_size):   # all of the team may look at it
+                    self._send(word, store, reader)
+            if not item.pieces:
+                item.landed = True
+        kept: list[Item] = []
+        for other in wire.open:
+            if other.due and all(i.kind == "signal" for i in kept):   # signals do not wait for signals
+                self._add(wire, other)
+            elif not other.landed:
+                kept.append(other)
+        wire.open[:] = kept
+
+    def _add(self, wire: Wire, item: Item) -> None:
+        signal = self.signals.setdefault((wire.target, wire.context, item.signal), Signal())
+        signal.value += item.amount
+        clock = np.pad(item.clock, (0, self.sim.ledger.capacity - len(item.clock)))
+        clock[wire.slot] = item.time
+        signal.clock = clock if signal.clock is None else np.maximum(clock, np.pad(signal.clock, (0, len(clock) - len(signal.clock))))
+
+    def _name(self, rank: int, address: int) -> str:
+        for regions in self.sim.windows.values():
+            region = regions[rank]
+            if region.address <= address < region.end:
+                return f"{region.part(address).name} of rank {rank}"
+        return f"rank {rank}"
