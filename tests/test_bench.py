@@ -19,8 +19,9 @@ import torch
 
 from ncclep_py import LocalWorld
 from ncclep_py.__main__ import main as command_line
-from ncclep_py.bench import command, compare, compile_times, ht_subject, ll_subject, machine, oracle, processes, record
+from ncclep_py.bench import command, compare, compile_times, ht_subject, inputs, ll_subject, machine, oracle, processes, record, table
 from ncclep_py.bench import routing as routings
+from ncclep_py.bench import subject as subjects
 from ncclep_py.bench.byte_counts import byte_counts
 from ncclep_py.bench.case import IDENTITY, Case
 from ncclep_py.bench.ht_subject import HTSubject
@@ -93,20 +94,52 @@ def test_seeded_routings(algorithm: str) -> None:
 
 
 def test_bad_routings_are_named(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match=r"topk_idx must hold -1 or ids in \[0, 4\), got 0 to 4"):
-        routings.record(tmp_path / "r.pt", torch.tensor([[0, 4]]), 4)
-    with pytest.raises(ValueError, match=r"topk_idx must be \[N, K\] int32 or int64"):
-        routings.record(tmp_path / "r.pt", torch.tensor([0.5]), 4)
+    for ids, said in ((torch.tensor([[0, 4]]), r"topk_idx must hold -1 or ids in \[0, 4\), got 0 to 4"),
+                      (torch.tensor([0.5]), r"topk_idx must be \[N, K\] int32 or int64"),
+                      (torch.tensor([[0, 1], [2, 2], [-1, -1]]), "topk_idx must name an expert once per token, token 1 has 2 twice")):
+        with pytest.raises(ValueError, match=said):
+            routings.record(tmp_path / "r.pt", ids, 4)
+    for weights, said in ((torch.ones(1, 2, dtype=torch.float64), r"topk_weights must be \[1, 2\] float32"), (torch.ones(2, 1), r"got \[2, 1\]")):
+        with pytest.raises(ValueError, match=said):
+            routings.record(tmp_path / "r.pt", torch.tensor([[0, 3]]), 4, topk_weights=weights)
+    with pytest.raises(ValueError, match="path must end in .pt or .npz, got"):
+        routings.record(tmp_path / "r.txt", torch.tensor([[0, 3]]), 4)
     routings.record(tmp_path / "r.pt", torch.tensor([[0, 3]]), 4)
     torch.save([1], tmp_path / "other.pt")
+    (tmp_path / "text.npz").write_text("no")
     for name, said in (("r.pt", "holds 1 tokens with 2 of 4 experts, the case has 3 of 16"), ("other.pt", "must hold topk_idx and num_experts"),
-                       ("none.pt", "routing must be one of uniform, zipf")):
+                       ("none.pt", "routing must be one of uniform, zipf"), ("text.npz", "routing must be one of uniform, zipf")):
         with pytest.raises(ValueError, match=said):
             routings.routing(dataclasses.replace(TOY, routing=str(tmp_path / name)), 0)
     with pytest.raises(ValueError, match="one_rank needs topk to be at most the 8 experts of a rank, got 9"):
         routings.routing(dataclasses.replace(TOY, routing="one_rank", topk=9), 0)
     with pytest.raises(ValueError, match="group_limited needs experts in 8 groups"):
         routings.routing(dataclasses.replace(TOY, routing="group_limited", experts=12), 0)
+
+
+@pytest.mark.parametrize("name", ["r.pt", "r.npz"])
+def test_a_recorded_routing_is_read_back_with_its_weights(name: str, tmp_path: pathlib.Path) -> None:
+    recorder = routings.Recorder(16)
+    ids = [torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(n + t))[:3] for t in range(4)]) for n in (0, 50)]
+    weights = [torch.rand(4, 3, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+    for part, beside in zip(ids, weights, strict=True):
+        recorder.add(part.to(torch.int32), beside)
+    recorder.save(tmp_path / name)
+    case = dataclasses.replace(TOY, routing=str(tmp_path / name))   # 2 ranks of 5 tokens out of 8: rank 1 begins again
+    everything, all_weights = torch.cat(ids), torch.cat(weights)
+    assert torch.equal(routings.routing(case, 0), everything[:5]) and torch.equal(routings.routing(case, 1), everything[[5, 6, 7, 0, 1]])
+    assert torch.equal(inputs.weights_of(case, 0), all_weights[:5]) and torch.equal(inputs.weights_of(case, 1), all_weights[[5, 6, 7, 0, 1]])
+    assert not torch.equal(inputs.weights_of(TOY, 0), all_weights[:5])
+    assert checked(case) == [True, True] and checked(dataclasses.replace(case, algorithm="ht")) == [True, True]
+
+
+def test_weights_are_recorded_for_all_tokens_or_none() -> None:
+    recorder = routings.Recorder(4)
+    recorder.add(torch.tensor([[0, 1]]))
+    with pytest.raises(ValueError, match="topk_weights must be given in every call of add or in none"):
+        recorder.add(torch.tensor([[0, 1]]), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        routings.Recorder(4).save("r.pt")
 
 
 @pytest.mark.parametrize(("changes", "said"), [
@@ -557,6 +590,70 @@ def test_deep_ep_is_called_as_it_is_declared(monkeypatch: pytest.MonkeyPatch) ->
     assert buffer.named("dispatch")[0][1].items() >= {"num_tokens_per_rank": "to_rank", "num_tokens_per_rdma_rank": "to_node",
                                                       "is_token_in_rank": "in_rank", "num_tokens_per_expert": "to_expert"}.items()
     assert buffer.named("combine")[0][0] == ("received", "handle")
+
+
+def test_like_stands_beside_like() -> None:
+    def timed(name: str, case: Case, **figures: float) -> dict[str, Any]:
+        held = {figure: Figure(us, us, us, 9).as_json() for figure, us in figures.items()}
+        return {"implementation": name, **dataclasses.asdict(case), "verified": True, "figures": held}
+
+    ht = dataclasses.replace(TOY, algorithm="ht")
+    rows = [timed("ncclep_py", TOY, chained_pair=10, eager_pair=20), timed("nccl.ep", TOY, chained_pair=30, eager_pair=50),
+            timed("all_to_all_single", TOY, known_sizes_pair=40, eager_pair=100),
+            timed("ncclep_py", ht, chained_pair=10, eager_pair=20, eager_step=25),
+            timed("nccl.ep", ht, eager_pair=50), timed("deep_ep", ht, eager_pair=50), timed("deep_ep", ht, chained_pair=1) | {"verified": False},
+            timed("nccl.ep", dataclasses.replace(TOY, tokens=9), chained_pair=1)]
+    assert table.table(rows) == [
+        f"{TOY.name()}: nccl.ep chained_pair 30.0, our chained_pair 10.0 us: 3.00x; nccl.ep eager_pair 50.0, our eager_pair 20.0 us: 2.50x; "
+        "all_to_all_single known_sizes_pair 40.0, our chained_pair 10.0 us: 4.00x; all_to_all_single eager_pair 100.0, our eager_pair 20.0 us: 5.00x",
+        f"{ht.name()}: nccl.ep eager_pair 50.0, our eager_pair 20.0 us: 2.50x; deep_ep eager_pair 50.0, our eager_step 25.0 us: 2.00x"]
+
+
+class Clock:
+    """In the place of a Timer: calls once, says how long that took by name."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def timed(action: Any, *more: Any) -> list[float]:
+            action()
+            self.seen.append(name)
+            return [float(len(self.seen))] * 3
+
+        return timed
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+def test_everything_is_timed_once_and_what_cannot_be_captured_last(capturable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects, "clocks", lambda device: {"sm": 1, "memory": 2})
+    done: list[str] = []
+
+    class Made(subjects.Subject):
+        def pair(self) -> None:
+            done.append("pair")
+
+        def check(self) -> bool:
+            done.append("check")
+            return True
+
+        def actions(self) -> dict[str, Any]:
+            if self.capturable:
+                return {name: functools.partial(done.append, name) for name in ("step", "flush", "flushed_pair")}
+            return {"known": lambda: 1 // 0}
+
+    subject = Made(types.SimpleNamespace(rank=0, device="cpu", synchronize=None), TOY)   # type: ignore[arg-type]
+    subject.capturable = capturable
+    told = subjects.measure(subject, Clock(), True)   # type: ignore[arg-type]
+    assert told["verified"] and done[0] == "check" and done.count("check") == 2
+    if capturable:
+        assert done[1:] == ["pair", "pair", "step", "flush", "flushed_pair", "pair", "step", "pair", "check"]
+        assert told["times"]["flushed_pair"] == [1.0] * 3   # 5 - 4
+        assert told["times"].keys() == {"pair", "chained_pair", "step", "flushed_pair", "eager_pair", "eager_step"}
+        assert told["clocks_mhz"] == {"sm": 1, "memory": 2} and "note" not in told
+    else:
+        assert done == ["check", "pair", "pair", "check"] and told["times"].keys() == {"eager_pair"}
+        assert told["note"].startswith("known could not be captured: ZeroDivisionError") and told["clocks_mhz"] is None
 
 
 def test_a_record_is_json(tmp_path: pathlib.Path) -> None:

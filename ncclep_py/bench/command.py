@@ -134,6 +134,8 @@ def row_of(worlds: Worlds, case: Case, implementation: str, copy_gb_s: float | N
                 "ready_s": round(max(answer["ready_s"] for answer in got), 3), "checked_by": _checked_by(case, implementation),
                 "clocks_mhz": next((answer["clocks_mhz"] for answer in got if answer["clocks_mhz"]), None)}
         kernels = got[0]["kernels"]
+        notes = [answer["note"] for answer in got if "note" in answer]
+        row |= {"note": notes[0]} if notes else {}
         if stamps and implementation == "ncclep_py":
             row["stamps"] = [event for answer in worlds.answers(PairJob(case, implementation, True), run_pair) for event in answer["stamps"]]
     except Exception:   # noqa: BLE001  (a failed case is a row of the record)

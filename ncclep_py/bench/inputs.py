@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ncclep_py.bench.routing import recorded_weights
 from ncclep_py.reference import quantize_ds_fp8
 from ncclep_py.testing import stamped_tokens
 
@@ -27,7 +28,10 @@ def tokens_of(case: Case, rank: int, device: Any) -> torch.Tensor:
 
 
 def weights_of(case: Case, rank: int) -> torch.Tensor:
-    """A rank's router weights ``[T, K]`` float32 on the CPU, positive, 1 per token together."""
+    """A rank's router weights ``[T, K]`` float32 on the CPU: recorded with the routing, else positive and 1 per token together."""
+    recorded = recorded_weights(case, rank)
+    if recorded is not None:
+        return recorded
     weights = torch.rand(case.tokens, case.topk, generator=torch.Generator().manual_seed(rank)) + 0.01
     return weights / weights.sum(1, keepdim=True)
 

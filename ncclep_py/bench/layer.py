@@ -62,21 +62,20 @@ class MoELayer(torch.nn.Module):
 
 
 class EpExchange:
-    """Ours: HIGH_THROUGHPUT, EXPERT_MAJOR."""
+    """Ours: HIGH_THROUGHPUT, EXPERT_MAJOR, rows sized by what is received, as the other way has to do, too."""
 
-    def __init__(self, comm: Communicator, case: Case, budget: int = 0) -> None:
-        rows = budget or case.ranks * case.tokens * min(case.topk, case.local_experts) + ALIGNMENT * case.local_experts
+    def __init__(self, comm: Communicator, case: Case) -> None:
         self.group = Group.create(comm, GroupConfig(
             num_experts=case.experts, max_dispatch_tokens_per_rank=case.tokens, hidden=case.hidden, dtype=case.torch_dtype(), num_topk=case.topk,
-            max_num_sms=case.sms, algorithm=Algorithm.HIGH_THROUGHPUT, max_recv_tokens_per_rank=rows, num_slots=2))
+            max_num_sms=case.sms, algorithm=Algorithm.HIGH_THROUGHPUT, num_slots=2))
         made = HandleConfig(dispatch_output_per_expert_alignment=ALIGNMENT)
         self.handle = self.group.create_handle(Layout.EXPERT_MAJOR, num_topk=case.topk, config=made)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
         self.handle.update(ids)
-        received = ep_dispatch(self.handle, x, weights)
-        assert received.layout_info.expert_counters is not None
-        counts = received.layout_info.expert_counters.tolist()
+        assert self.handle.layout_info.expert_counters is not None
+        counts = self.handle.layout_info.expert_counters.tolist()
+        received = ep_dispatch(self.handle, x, weights, num_rows=sum(counts))
         return ep_combine(self.handle, experts(received.tokens, counts) * received.topk_weights[:, None].to(x.dtype))
 
     def close(self) -> None:

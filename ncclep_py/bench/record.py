@@ -10,9 +10,11 @@
     * ``verified``: whether received rows and combined rows were right before and after timing; ``exact``: whether this was compared by bits;
     * ``checked_by``: ``closed form`` (tensor operations; of ours every received and combined bit), small cases of ours ``and oracle``;
     * ``figures``: name -> ``{"median_us", "low_us", "high_us", "replays"}``, microseconds of the slowest rank. ``pair`` is a dispatch and a combine
-      in a graph of 20 (ht: 4) divided by as many, ``chained_pair`` the slope between graphs of two lengths, in which what a replay costs once drops
-      out; ``eager_pair`` without a graph; ``dispatch`` (slope), ``flushed_pair`` (320 MB written in between, taken off again), ``heads_pair``,
-      ``empty_pair``; ht also ``update``, ``step`` (update and pair) and ``both_passes``. Empty in the simulator, whose times say nothing;
+      in a graph of 20 (ht: 4) divided by as many, ``chained_pair`` the slope between graphs of two lengths, without what a replay costs once;
+      ``eager_pair`` and (ht) ``eager_step`` without a graph; ``dispatch`` (slope), ``flushed_pair`` (320 MB written in between, taken off again),
+      ``heads_pair``, ``empty_pair``; ht also ``update``, ``step`` (update and pair) and ``both_passes``; of all_to_all_single ``known_sizes_pair``.
+      Empty in the simulator, whose times say nothing;
+    * ``note``: what could not be measured and why, if anything;
     * ``host_us``: host microseconds per operation, eager; ``ready_s``: seconds until the handle was ready;
     * ``compile_s``: ``{"cold", "warm"}`` seconds to compile the case's kernels into an empty cache and to find them again, first row only
     * ``peak_memory_bytes``: most device memory a rank held, torch's and the window; ``bytes``: see ``bench.byte_counts``;

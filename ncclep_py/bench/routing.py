@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
 
     from ncclep_py.bench.case import Case
 
-__all__ = ["ROUTINGS", "expert_load", "record", "routing", "traffic"]
+__all__ = ["ROUTINGS", "Recorder", "expert_load", "record", "recorded_weights", "routing", "traffic"]
 
 ROUTINGS = {
     "uniform": "distinct experts, all alike",
@@ -63,38 +64,112 @@ def _group_limited(scores: torch.Tensor, topk: int) -> torch.Tensor:
     return (by_group + open_to[:, :, None]).view(tokens, experts).topk(topk, 1).indices
 
 
-def record(path: str | Path, topk_idx: torch.Tensor, num_experts: int) -> None:
-    """Keep the ids a model chose, for `--routing FILE`.
+def record(path: str | Path, topk_idx: torch.Tensor, num_experts: int, *, topk_weights: torch.Tensor | None = None) -> None:
+    """Keep what a model's router chose, for ``--routing FILE``.
 
     Args:
-        path: a ``.pt`` file.
-        topk_idx: ``[N, K]`` ids in [0, num_experts) or -1, in the order in which the model saw its tokens.
+        path: a ``.pt`` file (a dict of tensors) or ``.npz`` (numpy arrays), with ``topk_idx``, ``num_experts`` and maybe ``topk_weights``.
+        topk_idx: ``[N, K]`` ids in [0, num_experts) or -1, in the order in which the model saw its tokens; an expert once per token.
         num_experts: E.
+        topk_weights: ``[N, K]`` float32 router weights.
     """
     import torch
 
+    path = Path(path)
+    if path.suffix not in (".pt", ".npz"):
+        raise ValueError(f"path must end in .pt or .npz, got {path}")
     if topk_idx.ndim != 2 or topk_idx.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"topk_idx must be [N, K] int32 or int64, got {list(topk_idx.shape)} {topk_idx.dtype}")
     if topk_idx.numel() and (int(topk_idx.max()) >= num_experts or int(topk_idx.min()) < -1):
         raise ValueError(f"topk_idx must hold -1 or ids in [0, {num_experts}), got {int(topk_idx.min())} to {int(topk_idx.max())}")
-    torch.save({"topk_idx": topk_idx.detach().cpu(), "num_experts": num_experts}, path)
+    if topk_weights is not None and (topk_weights.shape != topk_idx.shape or topk_weights.dtype != torch.float32):
+        raise ValueError(f"topk_weights must be {list(topk_idx.shape)} float32, got {list(topk_weights.shape)} {topk_weights.dtype}")
+    ids = topk_idx.detach().cpu()
+    ordered = ids.sort(1).values
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()
+    if len(twice):
+        token, column = twice[0].tolist()
+        raise ValueError(f"topk_idx must name an expert once per token, token {token} has {int(ordered[token, column])} twice")
+    held: dict[str, Any] = {"topk_idx": ids} | ({} if topk_weights is None else {"topk_weights": topk_weights.detach().cpu()})
+    if path.suffix == ".pt":
+        torch.save({**held, "num_experts": num_experts}, path)
+        return
+    import numpy as np
+
+    with path.open("wb") as file:
+        np.savez_compressed(file, num_experts=num_experts, **{name: tensor.numpy() for name, tensor in held.items()})
 
 
-def _recorded(path: Path, case: Case, rank: int) -> torch.Tensor:
-    """This rank's part of a recorded routing: consecutive tokens, from the start again where the recording ends."""
+class Recorder:
+    """Collects a router's choices over many calls: ``add`` after each, ``save`` at the end.
+
+    Args:
+        num_experts: E.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+        self.ids: list[torch.Tensor] = []
+        self.weights: list[torch.Tensor] = []
+
+    def add(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None = None) -> None:
+        """One call's ids ``[T, K]`` and maybe weights; copied to the CPU."""
+        if self.ids and (topk_weights is None) == bool(self.weights):
+            raise ValueError("topk_weights must be given in every call of add or in none")
+        self.ids.append(topk_idx.detach().cpu().clone())
+        if topk_weights is not None:
+            self.weights.append(topk_weights.detach().cpu().clone())
+
+    def save(self, path: str | Path) -> None:
+        """All of it into one file, see `record`."""
+        import torch
+
+        if not self.ids:
+            raise ValueError("nothing was recorded: add was never called")
+        record(path, torch.cat(self.ids), self.num_experts, topk_weights=torch.cat(self.weights) if self.weights else None)
+
+
+def _held(path: Path) -> dict[str, Any]:
+    """What is in a recorded file, as tensors."""
     import torch
 
     try:
-        held: Any = torch.load(path, weights_only=True)
-    except (OSError, RuntimeError, ValueError) as e:
+        if path.suffix == ".npz":
+            import numpy as np
+
+            with np.load(path, allow_pickle=False) as arrays:
+                held: Any = {name: torch.from_numpy(arrays[name]) if arrays[name].ndim else int(arrays[name]) for name in arrays.files}
+        else:
+            held = torch.load(path, weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as e:
         raise ValueError(f"routing must be one of {', '.join(ROUTINGS)} or a file of bench.routing.record, got {path}: {e}") from e
     if not isinstance(held, dict) or not {"topk_idx", "num_experts"} <= held.keys():
         raise ValueError(f"{path} must hold topk_idx and num_experts (bench.routing.record writes them)")
+    return held
+
+
+def _part(case: Case, rank: int, tokens: int) -> torch.Tensor:
+    """Which of `tokens` recorded tokens are a rank's: consecutive ones, from the start again where the recording ends."""
+    import torch
+
+    return (torch.arange(case.tokens) + rank * case.tokens) % tokens
+
+
+def _recorded(path: Path, case: Case, rank: int) -> torch.Tensor:
+    import torch
+
+    held = _held(path)
     ids = held["topk_idx"].to(torch.int64)
     experts, topk = held["num_experts"], ids.shape[1]
     if (experts, topk) != (case.experts, case.topk) or not len(ids):
         raise ValueError(f"{path} holds {len(ids)} tokens with {topk} of {experts} experts, the case has {case.topk} of {case.experts}")
-    return ids[(torch.arange(case.tokens) + rank * case.tokens) % len(ids)]
+    return ids[_part(case, rank, len(ids))]
+
+
+def recorded_weights(case: Case, rank: int) -> torch.Tensor | None:
+    """A rank's router weights ``[T, K]`` float32 of a recorded routing; None where none were recorded."""
+    weights = None if case.routing in ROUTINGS else _held(Path(case.routing)).get("topk_weights")
+    return None if weights is None else weights[_part(case, rank, len(weights))]
 
 
 def expert_load(case: Case) -> list[int]:

@@ -74,9 +74,21 @@ def measure(subject: Subject, timer: Timer | None, processes: bool) -> dict[str,
             times |= _flushed(subject, timer)
         if processes:
             times["eager_pair"] = timer.eager(subject.pair)
+            if "step" in subject.actions():
+                times["eager_step"] = timer.eager(subject.actions()["step"])
         told["host_us"] = [t / 2 for t in timer.host(subject.pair, subject.comm.synchronize)]
         told["verified"] = subject.check() and told["verified"]
+        if not subject.capturable:
+            _try_captured(subject, timer, told)
     return told
+
+
+def _try_captured(subject: Subject, timer: Timer, told: dict[str, Any]) -> None:
+    """Parts of a subject that cannot be captured as a whole; last, since a capture that fails leaves nothing to go on with."""
+    try:
+        told["times"] |= {name: timer.chained(action) for name, action in subject.actions().items()}
+    except Exception as e:   # noqa: BLE001  (of a library that is not ours)
+        told["note"] = f"{', '.join(subject.actions())} could not be captured: {type(e).__name__}: {e}"[:300]
 
 
 def _flushed(subject: Subject, timer: Timer) -> dict[str, list[float]]:

@@ -10,8 +10,12 @@ from ncclep_py.bench.case import Case
 
 __all__ = ["COLUMNS", "line", "table"]
 
-COLUMNS = ("pair", "chained_pair", "flushed_pair", "eager_pair", "dispatch", "update", "step", "both_passes", "heads_pair", "empty_pair")
+COLUMNS = ("pair", "chained_pair", "known_sizes_pair", "flushed_pair", "eager_pair", "eager_step", "dispatch", "update", "step", "both_passes",
+           "heads_pair", "empty_pair")
 """Figures, in the order in which they are shown."""
+
+PREPARING = ("all_to_all_single", "deep_ep")
+"""Who works out in every pair where rows go; in high throughput ours does so in `update`."""
 
 
 def case_of(row: dict[str, Any]) -> Case:
@@ -34,17 +38,18 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Implementations of the same case side by side: microseconds per chained pair (eager where nothing can be captured), and ours against each."""
-    cases: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if "error" not in row and row["verified"]:
-            figure = next((row["figures"][n]["median_us"] for n in ("chained_pair", "pair", "eager_pair") if n in row["figures"]), None)
-            if figure is not None:
-                cases.setdefault(case_of(row).name(), {})[row["implementation"]] = figure
-    told = []
-    for name, by in cases.items():
-        ours = by.get("ncclep_py")
-        others = [f"{peer} {us:.1f}" + (f" ({us / ours:.2f}x)" if ours else "") for peer, us in by.items() if peer != "ncclep_py"]
-        if ours is not None and others:
-            told.append(f"{name}: ncclep_py {ours:.1f}, {', '.join(others)}")
-    return told
+    """Ours beside others of the same case, graphs beside graphs and eager beside eager, the routing prepared in both or in neither."""
+    right = [row for row in rows if "error" not in row and row["verified"]]
+    ours = {case_of(row): row["figures"] for row in right if row["implementation"] == "ncclep_py"}
+    told: dict[str, list[str]] = {}
+    for row in right:
+        mine, theirs = ours.get(case_of(row), {}), row["figures"]
+        if row["implementation"] == "ncclep_py":
+            continue
+        eager = "eager_step" if row["implementation"] in PREPARING and "eager_step" in mine else "eager_pair"
+        for here, there in (("chained_pair", "chained_pair"), ("chained_pair", "known_sizes_pair"), (eager, "eager_pair")):
+            if here in mine and there in theirs:
+                us, other = mine[here]["median_us"], theirs[there]["median_us"]
+                text = f"{row['implementation']} {there} {other:.1f}, our {here} {us:.1f} us: {other / us:.2f}x"
+                told.setdefault(case_of(row).name(), []).append(text)
+    return [f"{name}: {'; '.join(found)}" for name, found in told.items()]

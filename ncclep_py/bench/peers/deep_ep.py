@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ncclep_py.bench.inputs import tokens_of, weights_of
 from ncclep_py.bench.peers.all_to_all import process_group
 from ncclep_py.bench.routing import routing
 from ncclep_py.bench.subject import Subject
-from ncclep_py.testing import stamped_tokens
 
 if TYPE_CHECKING:
     from ncclep_py.bench.case import Case
@@ -39,9 +39,8 @@ class DeepEpSubject(Subject):
             kind.set_num_sms(case.sms)
             self.buffer = kind(group, NVL_BYTES, 0)
         self.ids = routing(case, comm.rank).to(comm.device)
-        self.tokens = stamped_tokens(comm.rank, case.tokens, case.hidden, case.torch_dtype()).to(comm.device)
-        weights = torch.rand(self.ids.shape, generator=torch.Generator().manual_seed(comm.rank)) + 0.01
-        self.weights = (weights / weights.sum(1, keepdim=True)).to(comm.device)
+        self.tokens = tokens_of(case, comm.rank, comm.device)
+        self.weights = weights_of(case, comm.rank).to(comm.device)
         self.capturable = self.low_latency   # normal dispatch waits on the host for its counts
         self.out = self.tokens
 
@@ -70,7 +69,7 @@ class DeepEpSubject(Subject):
     def check(self) -> bool:
         self.pair()
         case = self.case
-        copies: Any = 1.0
+        copies = torch.where(self.ids >= 0, self.weights, 0.0).sum(1, keepdim=True)
         if not self.low_latency:
             hosts, ranks = self.ids // case.local_experts, torch.arange(case.ranks, device=self.ids.device)
             copies = (hosts[:, :, None] == ranks).any(1).sum(1, keepdim=True).float()

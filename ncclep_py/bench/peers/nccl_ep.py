@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ncclep_py.bench.inputs import tokens_of, weights_of
 from ncclep_py.bench.routing import routing
 from ncclep_py.bench.subject import Subject
-from ncclep_py.testing import stamped_tokens
 
 if TYPE_CHECKING:
     from ncclep_py.bench.case import Case
@@ -40,9 +40,8 @@ class NcclEpSubject(Subject):
             config |= dict(max_recv_tokens_per_rank=self.rows, num_topk=case.topk)
         self.group = ep.Group.create(comm.comm, ep.GroupConfig(**config))   # type: ignore[attr-defined]
         self.ids = routing(case, comm.rank).to(comm.device)
-        self.tokens = stamped_tokens(comm.rank, case.tokens, case.hidden, case.torch_dtype()).to(comm.device)
-        weights = torch.rand(self.ids.shape, generator=torch.Generator().manual_seed(comm.rank)) + 0.01
-        self.weights = (weights / weights.sum(1, keepdim=True)).to(comm.device)
+        self.tokens = tokens_of(case, comm.rank, comm.device)
+        self.weights = weights_of(case, comm.rank).to(comm.device)
         self.out = torch.zeros_like(self.tokens)
         self.handle_info, self.dispatch_info = None, None
         self.inputs, self.outputs = self._tensors()
@@ -100,10 +99,11 @@ class NcclEpSubject(Subject):
         return float((self.out.float() - want).norm() / want.norm()) < 1e-2
 
     def copies(self) -> torch.Tensor:
-        """How often a token comes back: its weights are 1 together, else once per row."""
+        """How often a token comes back: once per row, in low latency's expert_major times the row's weight."""
         case = self.case
         if case.layout == "expert_major":
-            return torch.ones(1, 1, device=self.comm.device) * (1 if case.algorithm == "ll" else case.topk)
+            there = self.ids >= 0
+            return (torch.where(there, self.weights, 0.0) if case.algorithm == "ll" else there.float()).sum(1, keepdim=True)
         hosts, ranks = self.ids // case.local_experts, torch.arange(case.ranks, device=self.ids.device)
         return (hosts[:, :, None] == ranks).any(1).sum(1, keepdim=True).float()
 
