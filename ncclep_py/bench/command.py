@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=["auto", "nccl", "sim"], default="auto")
     parser.add_argument("--gpus", type=int, default=0, help="spread the ranks over so many (default: all)")
     parser.add_argument("--peers", nargs="+", choices=["all", *PEERS], default=[], help="other implementations beside ours, where they are installed")
+    parser.add_argument("--staged", action="store_true", help="ll: also in halves (send_only), with rows in plain tensors and own windows")
     parser.add_argument("--layer", action="store_true", help="also tokens per second of a MoE layer, ours and over all_to_all_single")
     parser.add_argument("--stamps", action="store_true", help="also a timeline of each case by stamps in the kernels (a run of its own)")
     add_trace_argument(parser)
@@ -147,7 +148,7 @@ def _checked_by(case: Case, implementation: str) -> str:
     """What results were compared with."""
     from ncclep_py.bench.oracle import is_small
 
-    return "closed form" + (" and oracle" if implementation == "ncclep_py" and is_small(case) else "")
+    return "closed form" + (" and oracle" if implementation.startswith("ncclep_py") and is_small(case) else "")
 
 
 def _share(moved: int, figures: dict[str, Any], copy_gb_s: float | None) -> float | None:
@@ -237,16 +238,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def _jobs(options: argparse.Namespace, todo: list[Case], tell: Callable[[str], None]) -> list[tuple[Case, str]]:
     """Every case and who plays it; one implementation after the other where processes are started for each."""
+    from ncclep_py.bench.staged_subject import StagedSubject
+
     jobs: list[tuple[Case, str]] = []
     for case in todo:
         jobs.append((case, "ncclep_py"))
+        if options.staged and not StagedSubject.why_not(case):
+            jobs.append((case, "ncclep_py staged"))
         for peer in list(PEERS) if "all" in options.peers else options.peers:
             reason = why_not(peer, case)
             if reason:
                 tell(f"{peer:<18} {case.name()}: left out, {reason}")
             else:
                 jobs.append((case, peer))
-    order = ["ncclep_py", *PEERS]
+    order = ["ncclep_py", "ncclep_py staged", *PEERS]
     return sorted(jobs, key=lambda job: order.index(job[1])) if todo[0].mode == "processes" else jobs
 
 

@@ -30,11 +30,11 @@ class LLSubject(Subject):
     """Experts are the identity (with a recipe they turn rows back, outside what is timed), so every received and every combined row is known and
     compared by its bits; small cases also with the oracle."""
 
-    def __init__(self, comm: Communicator, case: Case, trace: bool = False) -> None:
+    def __init__(self, comm: Communicator, case: Case, trace: bool = False, **more: Any) -> None:
         super().__init__(comm, case)
         self.group = Group.create(comm, GroupConfig(
             num_experts=case.experts, max_dispatch_tokens_per_rank=case.tokens, hidden=case.hidden, dtype=case.torch_dtype(), num_topk=case.topk,
-            max_num_sms=case.sms, timeout_ns=TIMEOUT_NS, trace=trace))
+            max_num_sms=case.sms, timeout_ns=TIMEOUT_NS, trace=trace, **more))
         self.everybody = [routing(case, r).to(comm.device) for r in range(case.ranks)]
         ids = self.everybody[comm.rank]
         self.tokens = tokens_of(case, comm.rank, comm.device)
@@ -71,8 +71,7 @@ class LLSubject(Subject):
     def _pair(self, flush: bool = False, experts: bool = False) -> None:
         received = self.dispatch()
         if experts and self.checking:
-            self.right &= ll_arrived(self.case, self.everybody, self.comm.rank, received)
-            self.right &= not oracle.is_small(self.case) or oracle.agrees(self.case, self.comm.rank, received, None)
+            self.look(received)
         rows = self.handle.expert_rows()
         if experts and self.quantised:
             assert received.scales is not None
@@ -80,6 +79,11 @@ class LLSubject(Subject):
         if flush:
             self.flush.zero_()
         self.handle.combine(rows, CombineOutputs(self.out, self.weights))
+
+    def look(self, received: DispatchOutputs) -> None:
+        """Compare what was received."""
+        self.right &= ll_arrived(self.case, self.everybody, self.comm.rank, received)
+        self.right &= not oracle.is_small(self.case) or oracle.agrees(self.case, self.comm.rank, received, None)
 
     def pair(self) -> None:
         self._pair()

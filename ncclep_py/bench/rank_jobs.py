@@ -82,6 +82,10 @@ def _subject(comm: Communicator, job: PairJob) -> Any:
         from ncclep_py.bench.ht_subject import HTSubject
 
         return HTSubject(comm, job.case, job.trace)
+    if job.implementation == "ncclep_py staged":
+        from ncclep_py.bench.staged_subject import StagedSubject
+
+        return StagedSubject(comm, job.case, job.trace)
     from ncclep_py.bench.peers import subject_of
 
     return subject_of(job.implementation)(comm, job.case)

@@ -6,13 +6,14 @@
   ``sm_clock_mhz`` and ``memory_clock_mhz`` (now, most), each a string, a number, a list or None where it cannot be known.
 * ``floors``: ``copy_gb_s``, ``write_gb_s``, ``read_gb_s`` of device memory in this run; empty in the simulator.
 * ``rows``: one per case and implementation, with every field of ``bench.case.Case`` and
-    * ``implementation``: ``ncclep_py``, ``nccl.ep``, ``all_to_all_single`` or ``deep_ep``;
+    * ``implementation``: ``ncclep_py``, ``ncclep_py staged`` (in halves), ``nccl.ep``, ``all_to_all_single`` or ``deep_ep``;
     * ``verified``: whether received rows and combined rows were right before and after timing; ``exact``: whether this was compared by bits;
     * ``checked_by``: ``closed form`` (tensor operations; of ours every received and combined bit), small cases of ours ``and oracle``;
     * ``figures``: name -> ``{"median_us", "low_us", "high_us", "replays"}``, microseconds of the slowest rank. ``pair`` is a dispatch and a combine
       in a graph of 20 (ht: 4) divided by as many, ``chained_pair`` the slope between graphs of two lengths, without what a replay costs once;
       ``eager_pair`` and (ht) ``eager_step`` without a graph; ``dispatch`` (slope), ``flushed_pair`` (320 MB written in between, taken off again),
-      ``heads_pair``, ``empty_pair``; ht also ``update``, ``step`` (update and pair) and ``both_passes``; of all_to_all_single ``known_sizes_pair``.
+      ``heads_pair``, ``empty_pair``; ht also ``update``, ``step`` (update and pair) and ``both_passes``; of all_to_all_single ``known_sizes_pair``;
+      staged: ``plain_tensors_pair``, ``own_window_pair`` (fused, rows elsewhere), ``held_fused``, ``held_halves`` (combine, rank 1 5 ms late).
       Empty in the simulator, whose times say nothing;
     * ``note``: what could not be measured and why, if anything;
     * ``host_us``: host microseconds per operation, eager; ``ready_s``: seconds until the handle was ready;

@@ -47,6 +47,10 @@ class Subject(ABC):
         """Further actions to be timed as slopes, by the name of their figure."""
         return {}
 
+    def more_times(self, timer: Timer) -> dict[str, list[float]]:
+        """Figures that are no slopes; all ranks call it."""
+        return {}
+
     def close(self) -> None:
         """Give everything back."""
         return None
@@ -71,7 +75,7 @@ def measure(subject: Subject, timer: Timer | None, processes: bool) -> dict[str,
             if subject.comm.rank == 0:
                 told["clocks_mhz"] = clocks(subject.comm.device)   # at once: they fall when there is nothing to do
             times |= {name: timer.chained(action) for name, action in subject.actions().items() if not name.startswith("flush")}
-            times |= _flushed(subject, timer)
+            times |= _flushed(subject, timer) | subject.more_times(timer)
         if processes:
             times["eager_pair"] = timer.eager(subject.pair)
             if "step" in subject.actions():

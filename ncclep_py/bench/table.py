@@ -11,7 +11,7 @@ from ncclep_py.bench.case import Case
 __all__ = ["COLUMNS", "line", "table"]
 
 COLUMNS = ("pair", "chained_pair", "known_sizes_pair", "flushed_pair", "eager_pair", "eager_step", "dispatch", "update", "step", "both_passes",
-           "heads_pair", "empty_pair")
+           "plain_tensors_pair", "own_window_pair", "held_fused", "held_halves", "heads_pair", "empty_pair")
 """Figures, in the order in which they are shown."""
 
 PREPARING = ("all_to_all_single", "deep_ep")

@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["Worlds"]
 
-KEPT = ("ncclep_py", "all_to_all_single")
+KEPT = ("ncclep_py", "ncclep_py staged", "all_to_all_single")
 """Implementations whose processes play one case after the other; others get new ones for each, as what they leave behind is not ours to know."""
 
 WAIT_S = 120
