@@ -69,6 +69,7 @@ class Rank:
         pointers = (VOID * len(handles))(*(ctypes.cast(h, VOID) for h in handles))
         plugin.call("connect", None, pointers, len(handles), rank, listener, ctypes.byref(endpoint))
         self.endpoint = endpoint
+        plugin.call("progress", endpoint)   # what names memory that is not registered yet must be kept
         self.window, self.signals = ctypes.create_string_buffer(size), (U64 * 8)()
         self.regions = []
         for memory in (self.window, self.signals):
