@@ -1,4 +1,4 @@
-"""`python -m ncclep_py doctor`, `demo`, `bench`, `plan` and `vocabulary`."""
+"""`python -m ncclep_py doctor`, `demo`, `bench`, `plan`, `compile` and `vocabulary`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ COMMANDS = {
     "demo": "dispatch and combine a few tokens, on GPUs or in the simulator",
     "bench": "time dispatch and combine beside other libraries; compare and draw records",
     "plan": "teams, peers, memory and predicted time of a group, for any number of ranks",
+    "compile": "make the kernels of a group for another machine, where there may be no compiler",
     "vocabulary": "the operations kernels are written in, with both implementations",
 }
 """Each is a module of this package with `add_arguments(parser)` and `main(options)`, imported only if asked for."""

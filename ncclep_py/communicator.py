@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ncclep_py.grid import whole_gpu
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.topology import Topology
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +66,7 @@ class Communicator(ABC):
         backend: ``"nccl"`` or ``"sim"``.
         device: torch device of this rank's tensors.
         ranks_on_device: ranks that share this rank's device, this one included.
+        team_size: ranks that can address each other's memory; the ranks form teams of that many (0: all are one team).
         fp4: whether the device has FP4 conversions, without which NVFP4 is refused. The simulator's is False; set it to try the recipe there.
     """
 
@@ -73,7 +75,13 @@ class Communicator(ABC):
     backend: str
     device: torch.device
     ranks_on_device: int
+    team_size: int = 0
     fp4: bool = False
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks and teams."""
+        return Topology(self.num_ranks, self.team_size or self.num_ranks)
 
     # ---- host steps every rank takes together -----------------------------------------------------------------------
     @abstractmethod
@@ -273,9 +281,9 @@ class NcclRank(Communicator):
         return torch.zeros(count, dtype=torch.int64).pin_memory()
 
     def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None) -> Kernel:
-        from ncclep_py import launch
+        from ncclep_py import launch, prebuilt
 
-        launch.check_loaded_nccl(_loaded_version())
+        prebuilt.check_loaded(_loaded_version())
         compiled = launch.compile_kernel(launch.KernelSpec(name, shape), arch_of(self.device), trace=tracer is not None)
         loaded = launch.load(compiled) if tracer is None else tracer.load(compiled, self.device.index)
         per_sm = launch.occupancy(loaded, BLOCK_THREADS, shared_bytes)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ncclep_py import cubin as cubin_file
-from ncclep_py import toolchain
+from ncclep_py import device_library, prebuilt, toolchain
 from ncclep_py.kernel_cache import KernelCache, digest_of
 from ncclep_py.kernels import (
     ht_combine,
@@ -106,8 +106,9 @@ def _device_fingerprint(arch: str, lineinfo: bool, trace: bool = False) -> dict[
 
 def fingerprint(spec: KernelSpec, arch: str, lineinfo: bool = False, trace: bool = False) -> dict[str, str]:
     """Everything that decides a kernel's code; the key of the disk cache is its digest."""
-    sources = digest_of("kernels/*.py", "compiled.py", "cubin.py")
+    sources = digest_of("kernels/*.py", "compiled.py", "cubin.py", "device_library.py")
     own = {"kernel": spec.name, "shape": repr(spec.shape), "kernel sources": sources}
+    own |= device_library.network_fingerprint() if device_library.uses_network(spec.name) else {}
     return _device_fingerprint(arch, lineinfo, trace) | own | _own_sources(spec)
 
 
@@ -140,6 +141,19 @@ def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, lineinfo: bool = Fa
         raise NotImplementedError(f"{recipe} needs a GPU that converts to E4M3, of compute capability 8.9 or newer; this one is {arch}: quantise "
                                   "rows yourself and send them with QUANT_FWD, or leave the recipe out")
     toolchain.capability(arch)
+    made, missing = prebuilt.find(spec, arch, lineinfo, trace)
+    if made is not None:
+        return CompiledKernel(spec.name, made[0]["symbol"], made[1], made[0])
+    try:
+        return _compile(spec, arch, lineinfo, trace)
+    except (ImportError, RuntimeError) as e:
+        if missing:
+            raise RuntimeError(f"{e}\n{missing}") from e
+        raise
+
+
+def _compile(spec: KernelSpec, arch: str, lineinfo: bool, trace: bool) -> CompiledKernel:
+    """The kernel from the disk cache, or compiled now."""
     cache = KernelCache()
     name, key = f"{spec.name}-{arch}", cache.key(fingerprint(spec, arch, lineinfo, trace))
     found = cache.load(name, key)
@@ -149,7 +163,8 @@ def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, lineinfo: bool = Fa
     started = time.perf_counter()
     device = device_ltoir(arch, lineinfo, cache, trace)
     factory, parameters = KERNELS[spec.name]
-    cubin = toolchain.link([toolchain.kernel_ltoir(factory, spec.shape, parameters, arch), device], arch, lineinfo)
+    network = device_library.network_parts(arch, lineinfo, cache) if device_library.uses_network(spec.name) else []
+    cubin = toolchain.link([toolchain.kernel_ltoir(factory, spec.shape, parameters, arch), device, *network], arch, lineinfo)
     symbols = [s for s in cubin_file.entry_symbols(cubin) if spec.name in s]
     if len(symbols) != 1:
         raise RuntimeError(f"the cubin of {spec.name} should hold one kernel of that name, it holds {symbols}")

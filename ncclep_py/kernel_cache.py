@@ -68,6 +68,14 @@ class KernelCache:
         found = json.loads(line)
         return (found["metadata"], code) if found["key"] == key else None
 
+    @staticmethod
+    def metadata(path: Path) -> dict | None:
+        """Metadata of the entry in a file; None if it is damaged."""
+        stored = path.read_bytes()
+        line, separator, _ = stored[64:].partition(b"\n")
+        whole = separator and hashlib.sha256(stored[64:]).hexdigest().encode() == stored[:64]
+        return json.loads(line)["metadata"] if whole else None
+
     def store(self, name: str, key: str, metadata: dict, code: bytes) -> bool:
         """Keep an entry; False, after a warning, where the folder cannot be written."""
         body = json.dumps({"key": key, "metadata": metadata}).encode() + b"\n" + code
