@@ -14,7 +14,7 @@ from ncclep_py import Group, GroupConfig, Layout, LocalWorld, compiled, device_l
 from ncclep_py.__main__ import main
 from ncclep_py.compile import build
 from ncclep_py.config import Algorithm, CombineConfig, CombineQuant, DispatchConfig, DispatchQuant, PassDir
-from ncclep_py.handle import CombineInputs
+from ncclep_py.handle import CombineInputs, CombineOutputs
 from ncclep_py.kernels.shape import Wire
 from ncclep_py.recording import kernels_of
 from ncclep_py.topology import Topology
@@ -83,7 +83,8 @@ def high(comm, config):
                 handle.combine(got.tokens.clone())
                 if layout is Layout.FLAT:
                     back = handle.dispatch(tokens, config=DispatchConfig(pass_direction=PassDir.BWD))
-                    handle.combine(back.tokens, topk_weights=torch.zeros(back.tokens.shape[0], 2), config=CombineConfig(pass_direction=PassDir.BWD))
+                    given = CombineInputs(back.tokens, topk_weights=torch.zeros(back.tokens.shape[0], 2))
+                    handle.combine(given, CombineOutputs(), CombineConfig(pass_direction=PassDir.BWD))
 
 
 @pytest.mark.parametrize(("program", "change", "more"), [
