@@ -22,17 +22,20 @@ signal is at least count * adds" says that all puts of that channel in operation
 * H-N3 A wait for chunk i of a channel is for count * adds + i + 1. The i + 1 adds were issued in order, so the last of those that landed is that of
   chunk i or a later one, and with it all puts of chunk i are there. A late signal of an older operation is part of count * adds.
 * H-N4 Before each chunk's signal, and also if the rank gives up, its TAG is put: {epoch, 0}, or {epoch, ABORT, culprit}. So a chunk whose sender gave
-  up is not taken for data, and the culprit is known at once. TAGs and staging are read only after the signal.
+  up is not taken for data, and the culprit is known at once. TAGs and staging are read only after the signal. A rank that gives up puts its TAGs
+  without HEAD(n) of the peer, so an older TAG may land later and hide one of them: then the chunk counts as not sent, and its sender is named.
 * H-N5 HEAD words of ranks of other teams lie in the window of *my* team's rank of the same index; who waits for HEAD of all ranks reads them there.
   They carry their epoch, are compared with ``==`` and order nothing: what they order for, the drain's and the HEAD signals do (a rail peer's). Two
   banks by parity as in ``memory_map``. After a failed operation a HEAD that is older still may land late and hide a newer one: then that
   operation fails, too, in time and by name; nothing is ever written because of it.
 * H-N6 Sending waits for nobody after HEAD: all chunks are sent before the first wait for one. So a chunk that does not come is the fault of its
-  sender or of the network, and no chain of waits blames somebody else.
+  sender or of the network.
 * H-N7 Ranks of other teams never touch my slots, so ARRIVED is a matter of the team: my team has written its own tokens' rows and those it fanned
   out. A failure in another team after all HEADs surfaces there, and here at the next operation, which that rank's host refuses.
 * H-N8 HITS and KEPT are put to a place of their own (a put may land in pieces, in any order); after the signal the rail peer copies them, word by
   word, to HITS and KEPT of its team, where they are as in one team.
+* H-N9 Waits for somebody who may himself wait for the network have twice its deadline: for forwarded words, and for ARRIVED of the team. So the one
+  who waits for the network gives up first and tells (in HEAD and ARRIVED of its team) on whom; if it tells nothing it is the culprit itself.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def make_ht_net_dispatch(shape: HTNetShape, ops: Vocabulary) -> Callable[..., No
             if code == 0:
                 if warp_idx() == 0:
                     publish_arrived(window, ARRIVED, rank, TEAM, epoch)
-                code = wait_arrived(window, ARRIVED, rank, TEAM, epoch, fail, record, timeout)
+                code = wait_arrived(window, ARRIVED, rank, TEAM, epoch, fail, record, timeout + timeout)   # they may wait for chunks
             if warp_idx() == 0:
                 if code != 0:
                     publish_abort(window, HEADS, ARRIVED, rank, RANKS, TEAM, epoch, fail)

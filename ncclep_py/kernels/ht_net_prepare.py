@@ -38,9 +38,9 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
     put, put_tag, signal, wait_chunk, outcome = ops.ht_net_put, ops.ht_net_put_tag, ops.ht_net_signal, ops.ht_net_wait_chunk, ops.outcome
     last_block, op_code, clear_fail, store_header, publish_abort = (
         ops.last_block, ops.op_code, ops.clear_fail, ops.store_header, ops.ht_net_publish_abort)
-    add_up, publish_hits, forward_hits, wait_hits = ops.ht_sum, ops.ht_net_publish_hits, ops.ht_net_forward_hits, ops.ht_wait_hits
+    add_up, publish_hits, forward_hits, wait_hits = ops.ht_sum, ops.ht_net_publish_hits, ops.ht_net_forward_hits, ops.ht_net_wait_hits
     assign, overflows, publish_kept, forward_kept = ops.ht_assign, ops.ht_net_overflows, ops.ht_net_publish_kept, ops.ht_net_forward_kept
-    store_zones = ops.ht_store_zones
+    wait_kept, store_zones = ops.ht_net_wait_kept, ops.ht_store_zones
 
     def ht_net_prepare(comm, window, rank, local, record, maps, topk_idx, num_tokens, expert_counters, expert_offsets, unpadded, total,  # noqa: ANN001, ANN202
                        int_bytes, handle, signature, status, timeout):
@@ -79,7 +79,7 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                     forward_hits(window, NET_HITS + (distance - 1) * HITS_BYTES, HITS, rank, RANKS, EXPERTS, BY_RANK, epoch, source * TEAM + index,
                                  TEAM)
         if code == 0:
-            code = wait_hits(window, HITS, rank, RANKS, EXPERTS, BY_RANK, epoch, fail, record, timeout)
+            code = wait_hits(window, HITS, HEADS, rank, RANKS, TEAM, EXPERTS, BY_RANK, epoch, fail, record, timeout + timeout)
         # ---- 3 rows --------------------------------------------------------------------------------------------------------
         if code == 0:
             assign(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, RANKS, BY_RANK, SHARES, ALIGNMENT, BUDGET, rank, maps + ROUTES, maps + PLACES)
@@ -110,6 +110,8 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                         if code == 0:
                             forward_kept(window, NET_KEPT + (distance - 1) * KEPT_BYTES, KEPT, EXPERTS, RANKS, BY_RANK, BUDGET, rank,
                                          source * TEAM + index, TEAM)
+            if code == 0:
+                code = wait_kept(window, KEPT, HEADS, rank, RANKS, TEAM, EXPERTS, BY_RANK, BUDGET, epoch, fail, record, timeout + timeout)
             if code == 0:
                 code = store_zones(window, KEPT, rank, RANKS, EXPERTS, BY_RANK, ALIGNMENT, BUDGET, TRAP, maps + ZONES, expert_counters,
                                    expert_offsets, unpadded, total, int_bytes, epoch, fail, record, timeout)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ncclep_py.errors import SPREADS, Code, Phase, Status
 from ncclep_py.simulator.call import Access, Call
-from ncclep_py.simulator.ht_ops import ONE, _array, _hits, _part, _row, _Sizes, _table
+from ncclep_py.simulator.ht_ops import NEAR, ONE, _array, _hits, _part, _row, _Sizes, _table
 from ncclep_py.simulator.network import Network
 from ncclep_py.simulator.rows import fma, pack, unpack
 from ncclep_py.simulator.task import Task
-from ncclep_py.simulator.waits import LOW, around_status, tagged, wait_words
+from ncclep_py.simulator.waits import LOW, ahead, around_status, tagged, wait_words
 from ncclep_py.simulator.words import Word
 
 __all__: list[str] = []   # looked up by name
@@ -228,8 +229,12 @@ def ht_net_wait_heads(call: Call, task: Task, window: int, heads: int, rank: int
     def head(access: Access) -> int:
         if task.warp:
             return 0
-        v = wait_words(task, access, words(access, 8), epoch, "HEAD", rank, words(access, 0), signature)
+        high = words(access, 8)
+        v = wait_words(task, access, high, epoch, "HEAD", rank, words(access, 0), signature)
         expected = signature if v.code == Code.MISMATCH else epoch
+        holder = rank // team_size * team_size + v.peer % team_size
+        if v.code == Code.TIMEOUT and ahead(high[holder].peek(task.agent).value >> 32, epoch) < 0:   # nobody puts to a rank that is not there
+            v = dataclasses.replace(v, peer=holder, culprit=holder)
         return call.give_up(task, fail, record, Code(v.code), epoch, Phase.HEAD, rank, v.peer, v.culprit, v.seen, expected) if v.code else 0
 
     return call.perform(task, (window, heads, rank, num_ranks, team_size, epoch, signature, fail, record, timeout), {"head": head})
@@ -281,11 +286,8 @@ def ht_net_wait_arrived(call: Call, task: Task, window: int, arrived: int, rank:
     def wait(access: Access) -> int:
         if task.warp:
             return 0
-        v = wait_words(task, access, [access.word(at + 8 * s) for s in range(team_size)], epoch, "ARRIVED", rank - first)
-        if not v.code:
-            return 0
-        culprit = v.culprit if v.code == Code.ABORTED else v.culprit + first
-        return call.give_up(task, fail, record, Code(v.code), epoch, Phase.ARRIVED, rank, v.peer + first, culprit, v.seen, epoch)
+        v = wait_words(task, access, [access.word(at + 8 * s) for s in range(team_size)], epoch, "ARRIVED", rank, first=first)
+        return call.give_up(task, fail, record, Code(v.code), epoch, Phase.ARRIVED, rank, v.peer, v.culprit, v.seen, epoch) if v.code else 0
 
     return call.perform(task, (window, arrived, rank, team_size, epoch, fail, record, timeout), {"arrived": wait})
 
@@ -324,6 +326,77 @@ def ht_net_forward_hits(call: Call, task: Task, window: int, net_hits: int, hits
 
     return call.perform(task, (window, net_hits, hits, rank, num_ranks, num_experts, by_rank, epoch, peer, team_size),
                         {"net_hits": load, "hits": tell})
+
+
+def _forwarded(call: Call, task: Task, access: Access, word: Word, source: int, noun: str, window: int, heads: int, rank: int, num_ranks: int,
+               team_size: int, epoch: int, fail: int, record: int) -> int:
+    """Wait for a word of `source`, which for another team's rank is forwarded by my team's rank of the same index."""
+    direct, team = source // team_size == rank // team_size, _team(rank, team_size)
+    forwarder = source if direct else team[source % team_size]
+    told = access.word(_local(call, task, window, _head(heads, num_ranks, forwarder, epoch) + 8))
+
+    def gave_up() -> bool:
+        value = told.peek(task.agent).value
+        return not direct and value >> 32 == epoch and value >> 24 & 3 == Status.ABORT
+
+    def old() -> bool:
+        distance = ahead(word.peek(task.agent).value >> 32, epoch)
+        return distance != 0 and not 0 < distance < NEAR
+
+    def describe() -> tuple[str, list[int]]:
+        how = "" if direct else f" by way of rank {forwarder}"
+        return f"waits in epoch {epoch} for {noun} of rank {source}{how}", [source if forwarder == rank else forwarder]
+
+    while old() and not gave_up() and not task.late:
+        access.scheduler.wait(task, lambda: not old() or gave_up(), describe)
+    task.late = False
+    seen = access.load(word) >> 32
+    if seen == epoch:
+        return 0
+    blamed = source if forwarder == rank else forwarder
+    code, culprit = (Code.LEFT_BEHIND if 0 < ahead(seen, epoch) < NEAR else Code.TIMEOUT), blamed
+    if gave_up():
+        code, culprit = Code.ABORTED, access.load(told) & 0xFFFFFF
+    return call.give_up(task, fail, record, code, epoch, Phase.COUNTS, rank, blamed, culprit, seen, epoch)
+
+
+def ht_net_wait_hits(call: Call, task: Task, window: int, hits: int, heads: int, rank: int, num_ranks: int, team_size: int, num_experts: int,
+                     by_rank: int, epoch: int, fail: int, record: int, timeout: int) -> int:
+    """All ranks' totals."""
+    sizes, values = _Sizes.of(num_experts, num_ranks, by_rank), task.block.values
+    at = _local(call, task, window, _hits(hits, num_ranks, num_experts, 0, epoch))
+    words = [(source, column) for source in range(num_ranks) for column in range(sizes.columns)]
+
+    def wait(access: Access) -> int:
+        for source, column in words[task.warp::task.block.launch.warps]:
+            word = access.word(at + 8 * (source * (num_experts + num_ranks) + column))
+            code = _forwarded(call, task, access, word, source, "HITS", window, heads, rank, num_ranks, team_size, epoch, fail, record)
+            if code:
+                return code
+            for name in ("all", "lower") if source < rank else ("all",):
+                call.cell(task, name).write(task, atomic=True)
+                values[name][column] += access.load(word) & LOW
+        return 0
+
+    return call.perform(task, (window, hits, heads, rank, num_ranks, team_size, num_experts, by_rank, epoch, fail, record, timeout),
+                        {"hits": wait, "head": lambda a: None})
+
+
+def ht_net_wait_kept(call: Call, task: Task, window: int, kept: int, heads: int, rank: int, num_ranks: int, team_size: int, num_experts: int,
+                     by_rank: int, budget: int, epoch: int, fail: int, record: int, timeout: int) -> int:
+    """All ranks' KEPT, if I overflow."""
+    local, full = num_experts // num_ranks, _full(call, task, by_rank, budget, range(rank, rank + 1))
+
+    def wait(access: Access) -> int:
+        for i in range(task.warp, num_ranks * local, task.block.launch.warps) if full else ():
+            word = access.word(_local(call, task, window, kept + 8 * i))
+            code = _forwarded(call, task, access, word, i // local, "KEPT", window, heads, rank, num_ranks, team_size, epoch, fail, record)
+            if code:
+                return code
+        return 0
+
+    return call.perform(task, (window, kept, heads, rank, num_ranks, team_size, num_experts, by_rank, budget, epoch, fail, record, timeout),
+                        {"kept_rows": wait, "head": lambda a: None})
 
 
 def _full(call: Call, task: Task, by_rank: int, budget: int, ranks: range) -> list[int]:

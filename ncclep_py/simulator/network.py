@@ -2,8 +2,9 @@
 
 A put of a context reads its source bytes when it lands and writes them at the target, in one or two pieces; value puts carry their value and land
 whole. A signal lands after everything issued before it on its (context, source, target); nothing else is ordered. What an issuing warp's last system
-fence released travels with puts and signals, and counts for whoever acquires the signal. Two puts to the same bytes that are under way at the same
-time are an error, and so is a put to a rank there is no connection to. When things land is the scheduler's choice.
+fence released travels with puts and signals, and counts for whoever acquires the signal. Of two puts to the same bytes, at least
+one of them no word, that are under way at the same time, nobody knows the outcome: an error, like a put to a rank there is no connection to. When
+things land is the scheduler's choice.
 """
 
 from __future__ import annotations
@@ -149,6 +150,8 @@ class Network:
         clock = ledger.zero() if released is None else released.copy()
         for other in self.wires.values():
             for item in other.open if other.target == peer else ():
+                if kind == item.kind == "value":   # words are whole; whichever lands last stays
+                    continue
                 for begin, _, size in item.pieces:
                     if any(begin < b + s and b < begin + size for b, _, s in pieces):
                         where = self._name(peer, max(begin, pieces[0][0]))

@@ -82,20 +82,20 @@ def _choose(verdicts: Sequence[Verdict | None], own: int) -> Verdict | None:
 
 
 def wait_words(task: Task, access: Access, words: Sequence[Word], epoch: int, noun: str, own: int, low: Sequence[Word] = (),
-               signature: int = 0) -> Verdict:
-    """Wait for a word of every rank; for HEAD, `low` holds the other word of each."""
+               signature: int = 0, first: int = 0) -> Verdict:
+    """Wait for a word of every rank from `first` on; for HEAD, `low` holds the other word of each."""
     def judge() -> Verdict | None:
         seen = [w.peek(task.agent).value for w in words]
         if not low:
-            return _choose([_judge(word, epoch, source, task.late) for source, word in enumerate(seen)], own)
+            return _choose([_judge(word, epoch, source, task.late) for source, word in enumerate(seen, first)], own)
         return _choose([_judge_head(word, low[source].peek(task.agent).value, epoch, source, task.late, signature)
                         for source, word in enumerate(seen)], own)
 
     def describe() -> tuple[str, list[int]]:
         pairs = zip(words, low or words, strict=True)
         tags = [min((w.peek(task.agent).value >> 32 for w in pair), key=lambda tag: ahead(tag, epoch)) for pair in pairs]
-        missing = [source for source, tag in enumerate(tags) if ahead(tag, epoch) < 0]
-        return f"waits in epoch {epoch} for {noun} of ranks {missing}, whose words have epochs {[tags[m] for m in missing]}", missing
+        missing = [source for source, tag in enumerate(tags, first) if ahead(tag, epoch) < 0]
+        return f"waits in epoch {epoch} for {noun} of ranks {missing}, whose words have epochs {[tags[m - first] for m in missing]}", missing
 
     while (verdict := judge()) is None:
         access.scheduler.wait(task, lambda: judge() is not None, describe)
