@@ -88,10 +88,11 @@ class HTHandle:
         self._slots = [-1, -1]           # of the newest forward and backward dispatch
         self._routings = [-1, -1]        # number of the update under which each was dispatched
         self._routing, self._generation, self._num_tokens, self._idx_bytes = 0, 0, -1, dtype.itemsize
+        self._held = [0, 0]   # generation of the dispatch that a combine of each direction brings back
         self._topk_idx: torch.Tensor | None = None
         self._seen = Seen()
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._values: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._values: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...], int]] = {}
         self._dtype = group.config.token_type.torch_dtype()
         self._loaded: dict[tuple[str, int], Kernel] = {}
         self._own = self.layout_info = self._own_counts()
@@ -239,7 +240,8 @@ class HTHandle:
         own = (given.tokens.data_ptr(), 0 if backward else weights.data_ptr(), 0 if scales is None else scales.data_ptr(), self._num_tokens, visible,
                exposed, int(not backward), global_ids)
         self._launch("ht_dispatch", slot, backward, Status.GO, own, tensors, kernel, global_ids, sent, place)
-        self._routings[backward] = self._routing   # only now: a dispatch known to be refused leaves nothing to combine
+        # only now: a dispatch known to be refused leaves nothing to combine
+        self._routings[backward], self._held[backward] = self._routing, self._generation
         self._deliver(made, slot, sent, backward, place)
         made.layout_info, made.generation = self.layout_info, self._generation
         return made
@@ -579,8 +581,10 @@ class HTHandle:
                 where = (*rows, group.map.slot(slot), local + group.local_map.header(slot))
             named = slot if place < 0 else group.config.num_slots + place
             fixed = self._values[key] = ((group.window.handle, group.rank, local, record, self._maps_at),
-                                         (*where, self.id << 32, self._signature(name, named, backward, global_ids, sent)))
-        values = (*fixed[0], *own, *fixed[1], status, group.config.wait_ns)
+                                         where, self._signature(name, named, backward, global_ids, sent))
+        # what a dispatch leaves in its slot's header, and a combine looks for; of maps only the handle counts
+        generation = {"ht_prepare": self._routing, "ht_dispatch": self._generation, "ht_combine": self._held[backward]}[name]
+        values = (*fixed[0], *own, *fixed[1], self.id << 32 | generation & 0xFFFFFFFF, fixed[2], status, group.config.wait_ns)
         group.keep(tensors, self._maps)
         if group.comm.submit(kernel or self._kernel(name), values, group.num_blocks, name, tensors, refusing=status != Status.GO):
             group.check()

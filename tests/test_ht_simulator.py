@@ -148,6 +148,27 @@ def test_overflow(budget: int, policy: OverflowPolicy, layout: Layout) -> None:
     assert sent > budget
 
 
+# ---- stale rows ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_combine_after_a_dispatch_that_failed_everywhere_is_stale(seed: int, layout: Layout) -> None:
+    """Ranks call dispatches that differ, so no row moves and the slot holds the earlier one's; the combine of the later one must not bring these."""
+    machine = Simulator(3, seed, MODES[seed % 2])
+    p = HTProgram(machine, group((5, 3, 4)), layout, (5, 3, 4), seed=seed)
+    p.play("U D X")
+    p.dispatch(ranks=[0, 2])
+    p.dispatch(ranks=[1], backward=True)
+    machine.run()
+    assert [p.record(r).code for r in range(3)] == [Code.MISMATCH] * 3
+    p.combine()
+    machine.run()
+    assert [p.record(r).code for r in range(3)] == [Code.STALE_SLOT] * 3
+    p.checks.clear()
+    p.play("D X C")
+    machine.run()
+    p.check()
+
+
 # ---- failures ------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(20))

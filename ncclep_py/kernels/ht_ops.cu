@@ -290,7 +290,7 @@ OP ep_ht_store_zones(i64 window, i64 kept_rows, i64 rank, i64 num_ranks, i64 num
 const int EARLIER = 9;   // refusal.Refusal
 OP ep_ht_map_status(i64 header, i64 handle, i64 status) {
   i64 held = ((const i64*)header)[1];
-  return status == 0 && held != handle ? i64(REFUSE) << 24 | EARLIER : status;
+  return status == 0 && (held ^ handle) >> 32 ? i64(REFUSE) << 24 | EARLIER : status;   // whichever of the handle's updates it was
 }
 
 // ---- dispatch --------------------------------------------------------------------------------------------------------------------------------------

@@ -367,7 +367,7 @@ def ht_map_status(call: Call, task: Task, header: int, handle: int, status: int)
     """A refusal if the maps are not valid."""
     def check(access: Access) -> int:
         held = int(access.read(header, 16).view(np.int64)[1])
-        return Status.REFUSED << 24 | Refusal.EARLIER if status == 0 and held != handle else status
+        return Status.REFUSED << 24 | Refusal.EARLIER if status == 0 and held >> 32 != handle >> 32 else status
 
     return call.perform(task, (header, handle, status), {"header": check})
 

@@ -69,6 +69,7 @@ class HTProgram:
                 sim.register(maps, f"MAPS{i}", rank, plans[rank][2][1])
         self.routings: dict[int, _Routing] = {}   # the newest of each handle
         self.overflows = False
+        self.generations: dict[int, int] = {}   # of each handle's newest dispatch
         self.expected: dict[int, tuple[list[ref.HTDispatch], bool]] = {}   # of each handle's newest dispatch
         self.written: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}   # by its experts
         self.checks: list[Callable[[], None]] = []
@@ -106,7 +107,7 @@ class HTProgram:
             self._launch("count", rank, {"maps": maps, "topk_idx": ids_at, "num_tokens": self.num_tokens[rank]})
             addresses = {name: self._register(name, tensor, rank) for name, tensor in counters[rank].items()}
             self._launch("prepare", rank, addresses | {
-                "maps": maps, "topk_idx": ids_at, "num_tokens": self.num_tokens[rank], "int_bytes": self.int_bytes, "handle": handle + 1,
+                "maps": maps, "topk_idx": ids_at, "num_tokens": self.num_tokens[rank], "int_bytes": self.int_bytes, "handle": (handle + 1) << 32,
                 "signature": self._signature(OpKind.UPDATE, 0), "status": status})
         if ranks is None and not status:
             self.checks.append(functools.partial(self._check_counters, routing))
@@ -114,6 +115,7 @@ class HTProgram:
     def dispatch(self, handle: int = 0, backward: bool = False, ranks: Sequence[int] | None = None) -> None:
         """Enqueue a dispatch of random rows."""
         routing = self.routings[handle]
+        self.generations[handle] = self.generations.get(handle, 0) + 1
         tokens = [torch.randn(t, self.config.hidden, generator=self.rng).to(self.dtype) for t in self.num_tokens]
         weights = None if backward else [torch.rand(i.shape, generator=self.rng) for i in routing.ids]
         if self.layout is Layout.FLAT:
@@ -254,7 +256,7 @@ class HTProgram:
         at = self.local[rank].ctypes.data
         return {"maps": self.maps[rank][handle].ctypes.data, "num_tokens": self.num_tokens[rank], "slot": self.plan.slot(handle),
                 "rows_window": self.window, "rows_at": self.plan.slot(handle),
-                "header": at + self.shapes[rank].local.header(handle), "handle": handle + 1, "status": 0}
+                "header": at + self.shapes[rank].local.header(handle), "handle": (handle + 1) << 32 | self.generations.get(handle, 0), "status": 0}
 
     def _launch(self, kind: str, rank: int, values: dict[str, int]) -> None:
         values = values | {"window": self.window, "rank": rank, "local": self.local[rank].ctypes.data, "record": self.records[rank].ctypes.data,
