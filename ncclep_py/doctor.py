@@ -15,12 +15,10 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
-from ncclep_py.facts import code_text, gather, pair_text
+from ncclep_py.facts import gather, pair_text
+from ncclep_py.nccl_version import OLDEST_NCCL, age_problem, header_problem
 
-__all__ = ["CHECKS", "Finding", "add_arguments", "check_nccl", "diagnose", "examine", "main", "show_versions"]
-
-NEEDED_NCCL = 23000
-"""Oldest NCCL: 2.30 is the first with several ranks on one GPU and with the Device API that the kernels are written to."""
+__all__ = ["CHECKS", "Finding", "add_arguments", "diagnose", "examine", "main", "show_versions"]
 
 OLDEST_CAPABILITY = (8, 0)
 
@@ -35,9 +33,9 @@ Facts = dict[str, Any]
 class Finding:
     """One result of one check."""
 
-    level: str  # "ok" | "warn" | "error"
+    level: str  # "ok" | "none" (there is nothing to judge) | "warn" | "error"
     name: str  # of the check
-    problem: str = ""  # what is wrong, with the versions and paths found; for "ok" a remark or nothing
+    problem: str = ""  # what is wrong, with the versions and paths found; for "ok" a remark or nothing, for "none" what is missing and who needs it
     cure: str = ""  # what to do about it
 
 
@@ -52,6 +50,14 @@ def version_of(facts: Facts, name: str) -> str | None:
 def release(version: str) -> tuple[int, ...]:
     """The leading numbers of a version: '2.5.0rc1' -> (2, 5, 0)."""
     return tuple(int(number) for number in re.match(r"\d*(?:\.\d+)*", version)[0].split(".") if number)  # type: ignore[index]
+
+
+def absent(name: str, needed_by: str, *missing: str) -> list[Finding]:
+    """A check that has nothing to judge, because these are not there."""
+    return [Finding("none", name, f"not installed: {', '.join(missing)}; {needed_by}")]
+
+
+RUNNING, COMPILING = "needed to run on a GPU", "needed to compile kernels"
 
 
 def has_cuda_stack(facts: Facts) -> bool:
@@ -81,7 +87,7 @@ def check_stack(facts: Facts) -> list[Finding]:
     if not has_cuda_stack(facts):
         if facts["gpus"]:
             return [Finding("warn", "GPU packages", f"{len(facts['gpus'])} GPUs, but no GPU packages: simulator only", wanted_extra(facts))]
-        return [Finding("ok", "GPU packages", "simulator only: no GPU packages are installed", f"for GPUs: {wanted_extra(facts)}")]
+        return [Finding("none", "GPU packages", "simulator only: no GPU packages are installed", f"for GPUs: {wanted_extra(facts)}")]
     missing = [name for name in GPU_ROWS if not version_of(facts, name)]
     if missing:
         return [Finding("error", "GPU packages", f"missing: {', '.join(missing)}", wanted_extra(facts))]
@@ -103,6 +109,8 @@ def check_wheel_majors(facts: Facts) -> list[Finding]:
     for name, version in facts["wheels"].items():
         if found := wheel_major(name, version):
             majors.setdefault(found[0], set()).add(found[1])
+    if not majors:
+        return absent("CUDA majors", f"{COMPILING}, unless the system has these libraries", "wheels of CUDA libraries")
     mixed = sorted(name for name, found in majors.items() if len(found) > 1)
     findings = []
     if "nvidia-nccl" in mixed:
@@ -119,31 +127,30 @@ def check_wheel_majors(facts: Facts) -> list[Finding]:
 def check_torch_major(facts: Facts) -> list[Finding]:
     """torch and the compiler of one CUDA major."""
     torch_cuda, nvrtc = facts["torch"]["cuda"], facts["toolkit"]["nvrtc"]
-    if not torch_cuda or not nvrtc or int(torch_cuda.split(".")[0]) == nvrtc[0]:
-        return [Finding("ok", "torch's CUDA")]
+    if not version_of(facts, "torch") or not nvrtc:
+        return absent("torch's CUDA", RUNNING, "NVRTC" if version_of(facts, "torch") else "torch")
+    if not torch_cuda:
+        return [Finding("none", "torch's CUDA", f"torch is built for the CPU only; a build for CUDA is {RUNNING}")]
+    if int(torch_cuda.split(".")[0]) == nvrtc[0]:
+        return [Finding("ok", "torch's CUDA", torch_cuda)]
     problem = f"torch is built for CUDA {torch_cuda}, the compiler packages are of CUDA {pair_text(nvrtc)}"
     return [Finding("warn", "torch's CUDA", problem, wanted_extra(facts))]
 
 
-def nccl_problem(loaded: int, path: str) -> str | None:
-    """Why the loaded NCCL is too old, or None."""
-    if loaded >= NEEDED_NCCL:
-        return None
-    return f"NCCL {code_text(loaded)} is loaded from {path}; ncclep_py needs {code_text(NEEDED_NCCL)} or newer"
-
-
-def header_problem(loaded: int, headers: int, path: str) -> str | None:
-    """Why headers and loaded library do not go together, or None."""
-    if loaded == headers:
-        return None
-    return (f"the headers are those of NCCL {code_text(headers)}, but NCCL {code_text(loaded)} is loaded from {path}; "
-            "structures differ between releases, so both must be the same")
+def no_nccl(facts: Facts, check: str) -> list[Finding]:
+    """A check of the loaded NCCL without one."""
+    nccl = facts["nccl"]
+    if nccl["path"] is None:
+        return absent(check, RUNNING, "NCCL")
+    return [Finding("none", check, f"{nccl['path']} cannot be loaded: {nccl['problem']}")]
 
 
 def check_nccl_age(facts: Facts) -> list[Finding]:
     """NCCL new enough; torch pins older ones."""
     nccl, pin = facts["nccl"], facts["torch"]["pins_nccl"]
-    problem = nccl_problem(nccl["loaded"], nccl["path"]) if nccl["loaded"] else None
+    if not nccl["loaded"]:
+        return no_nccl(facts, "NCCL version")
+    problem = age_problem(nccl["loaded"], nccl["path"])
     if problem is None:
         return [Finding("ok", "NCCL version")]
     if pin and release(pin) < (2, 30):
@@ -156,10 +163,14 @@ def check_nccl_age(facts: Facts) -> list[Finding]:
 def check_nccl_headers(facts: Facts) -> list[Finding]:
     """Headers of the loaded library."""
     nccl = facts["nccl"]
-    problem = header_problem(nccl["loaded"], nccl["headers"], nccl["path"]) if nccl["loaded"] and nccl["headers"] else None
+    if not nccl["headers"]:
+        return absent("NCCL headers", COMPILING, "nccl.h")
+    if not nccl["loaded"]:
+        return no_nccl(facts, "NCCL headers")
+    problem = header_problem(nccl["loaded"], nccl["headers"], nccl["path"], nccl["headers_path"])
     if problem is None:
         return [Finding("ok", "NCCL headers")]
-    cure = f"set NCCL_HOME to the installation of the library that is loaded, or unset it (nccl.h found: {nccl['headers_path']})"
+    cure = "set NCCL_HOME to the installation of the library that is loaded, or unset it"
     return [Finding("error", "NCCL headers", problem, cure)]
 
 
@@ -169,6 +180,8 @@ def check_nccl_copies(facts: Facts) -> list[Finding]:
     if len(inside) > 1:
         problem = f"{len(inside)} NCCL libraries in one process: {', '.join(inside)}; nccl4py calls {facts['nccl']['path']}"
         return [Finding("warn", "NCCL copies", problem, "have torch and nccl4py use the same file: keep one, or name it in LD_PRELOAD")]
+    if not libraries:
+        return no_nccl(facts, "NCCL copies")
     if len(libraries) < 2:
         return [Finding("ok", "NCCL copies")]
     problem = f"{len(libraries)} NCCL libraries: {', '.join(libraries)}; loaded: {facts['nccl']['path']}"
@@ -178,7 +191,11 @@ def check_nccl_copies(facts: Facts) -> list[Finding]:
 def check_device_api(facts: Facts) -> list[Finding]:
     """A libnccl with the Device API's entry points."""
     nccl = facts["nccl"]
-    if not nccl["loaded"] or nccl["device_api"] or nccl["loaded"] < NEEDED_NCCL:
+    if not nccl["loaded"]:
+        return no_nccl(facts, "NCCL Device API")
+    if nccl["loaded"] < OLDEST_NCCL:
+        return [Finding("none", "NCCL Device API", "not looked for: NCCL is too old")]
+    if nccl["device_api"]:
         return [Finding("ok", "NCCL Device API")]
     return [Finding("error", "NCCL Device API", f"{nccl['path']} has no ncclDevCommCreate", "install NVIDIA's own build of NCCL")]
 
@@ -186,7 +203,9 @@ def check_device_api(facts: Facts) -> list[Finding]:
 def check_nvjitlink(facts: Facts) -> list[Finding]:
     """nvJitLink reads only LTO-IR of its own major version, made by a compiler no newer than itself."""
     nvrtc, linker = facts["toolkit"]["nvrtc"], facts["toolkit"]["nvjitlink"]
-    if not nvrtc or not linker or (linker[0] == nvrtc[0] and linker >= nvrtc):
+    if not nvrtc or not linker:
+        return absent("nvJitLink", COMPILING, *(name for name, found in (("NVRTC", nvrtc), ("nvJitLink", linker)) if not found))
+    if linker[0] == nvrtc[0] and linker >= nvrtc:
         return [Finding("ok", "nvJitLink")]
     package = f"nvidia-nvjitlink-cu{nvrtc[0]}" if nvrtc[0] < 13 else "nvidia-nvjitlink"
     problem = f"nvJitLink {pair_text(linker)} cannot link what NVRTC {pair_text(nvrtc)} compiles: it must be of CUDA {nvrtc[0]} and no older"
@@ -196,7 +215,12 @@ def check_nvjitlink(facts: Facts) -> list[Finding]:
 def check_ltoir(facts: Facts) -> list[Finding]:
     """NCCL's own device library (GIN only) made by a compiler newer than nvJitLink."""
     made, linker = facts["nccl"]["cuda"], facts["toolkit"]["nvjitlink"]
-    if not made or not linker or (linker[0] == made[0] and linker >= made):
+    needed_by = "needed for several nodes"
+    if not linker or not facts["nccl"]["loaded"]:
+        return absent("NCCL device library", needed_by, *(name for name, found in (("NCCL", facts["nccl"]["loaded"]), ("nvJitLink", linker)) if not found))
+    if not made:
+        return [Finding("none", "NCCL device library", f"NCCL does not say which CUDA built it; {needed_by}")]
+    if linker[0] == made[0] and linker >= made:
         return [Finding("ok", "NCCL device library")]
     problem = (f"NCCL was built with CUDA {pair_text(made)}, nvJitLink is {pair_text(linker)}: NCCL's libnccl_device.ltoir cannot be linked, "
                "so no communication between nodes (GIN); within a node nothing is lost")
@@ -206,7 +230,9 @@ def check_ltoir(facts: Facts) -> list[Finding]:
 def check_numpy(facts: Facts) -> list[Finding]:
     """numba-cuda 0.30 uses a numpy function that 2.5 removed."""
     numpy, numba_cuda = version_of(facts, "numpy"), version_of(facts, "numba-cuda")
-    if not numpy or not numba_cuda or facts["row_stack"] or release(numba_cuda) >= (0, 31):
+    if not numpy or not numba_cuda:
+        return absent("numpy", "only together they may not fit", *(name for name, found in (("numpy", numpy), ("numba-cuda", numba_cuda)) if not found))
+    if facts["row_stack"] or release(numba_cuda) >= (0, 31):
         return [Finding("ok", "numpy")]
     return [Finding("error", "numpy", f"numba-cuda {numba_cuda} fails at import with numpy {numpy}", "pip install 'numpy<2.5'")]
 
@@ -215,7 +241,7 @@ def check_driver(facts: Facts) -> list[Finding]:
     """A driver that works and can load what the compiler makes."""
     driver, nvrtc = facts["driver"], facts["toolkit"]["nvrtc"]
     if driver["path"] is None:
-        return [Finding("ok", "driver", "no driver: kernels can be compiled and simulated, not run" if has_cuda_stack(facts) else "no driver")]
+        return absent("driver", RUNNING + ("; kernels can be compiled and simulated" if has_cuda_stack(facts) else ""), "libcuda")
     if driver["problem"]:
         return [Finding("warn", "driver", driver["problem"], "check nvidia-smi, and that the GPUs are visible to this container or job")]
     if nvrtc and driver["cuda"] and driver["cuda"][0] < nvrtc[0]:
@@ -236,14 +262,18 @@ def check_gpus(facts: Facts) -> list[Finding]:
     if apart:
         pairs = ", ".join(f"{i}->{j}" for i, j in apart[:8]) + (" ..." if len(apart) > 8 else "")
         findings.append(Finding("warn", "GPUs", f"no peer access: {pairs}; these ranks are not in one LSA team", "see nvidia-smi topo -p2p r"))
-    return findings or [Finding("ok", "GPUs")]
+    if not facts["gpus"]:
+        return [Finding("none", "GPUs", "there is no GPU; the simulator needs none")]
+    return findings or [Finding("ok", "GPUs", f"{len(facts['gpus'])}")]
 
 
 def check_ranks(facts: Facts) -> list[Finding]:
     """More ranks than GPUs."""
     ranks, gpus = facts["ranks"], len(facts["gpus"])
     enabled = facts["environment"].get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    if not gpus or enabled or (ranks is not None and ranks <= gpus):
+    if not gpus:
+        return [Finding("none", "ranks per GPU", "there is no GPU")]
+    if enabled or (ranks is not None and ranks <= gpus):
         return [Finding("ok", "ranks per GPU")]
     cure = "export NCCL_MULTI_RANK_GPU_ENABLE=1 before the processes start"
     if ranks is None:
@@ -254,17 +284,6 @@ def check_ranks(facts: Facts) -> list[Finding]:
 CHECKS: tuple[Callable[[Facts], list[Finding]], ...] = (
     check_base, check_stack, check_wheel_majors, check_torch_major, check_nccl_age, check_nccl_headers, check_nccl_copies, check_device_api,
     check_nvjitlink, check_ltoir, check_numpy, check_driver, check_gpus, check_ranks)
-
-
-def check_nccl(loaded_version: int, header_version: int, loaded_path: str) -> None:
-    """Refuse an NCCL that is too old (`ImportError`) or not the one whose headers are compiled against (`RuntimeError`).
-
-    Both versions are NCCL_VERSION_CODEs; `loaded_path` is the file of the loaded libnccl.
-    """
-    if problem := nccl_problem(loaded_version, loaded_path):
-        raise ImportError(f"{problem} (python -m ncclep_py doctor)")
-    if problem := header_problem(loaded_version, header_version, loaded_path):
-        raise RuntimeError(f"{problem} (python -m ncclep_py doctor)")
 
 
 # ---- report -------------------------------------------------------------------------------------------------------------------------------------
@@ -294,7 +313,10 @@ def judge_self_test(result: dict[str, Any]) -> list[Finding]:
     """The self-test as findings."""
     if result["compiled"] is False or result["ran_on_gpu"] is False:
         return [Finding("error", "self-test", result["message"], "if the versions above are right, report this with the output of doctor --json")]
-    return [Finding("ok", "self-test", result["message"])]
+    if result["compiled"] is None:
+        return [Finding("none", "self-test", result["message"])]
+    how = "ran on 2 ranks" if result["ran_on_gpu"] else "compiled, not run: there is no GPU"
+    return [Finding("ok", "self-test", f"{result['message']}; {how}")]
 
 
 def examine(facts: Facts, test: Callable[[Facts, list[Finding]], dict[str, Any]] = self_test) -> dict[str, Any]:
@@ -310,6 +332,7 @@ def examine(facts: Facts, test: Callable[[Facts, list[Finding]], dict[str, Any]]
         "findings": [dataclasses.asdict(finding) for finding in findings],
         "self_test": result,
         "ok": all(finding.level != "error" for finding in findings),
+        "backends": ["sim"] + ["nccl"] * bool(result["ran_on_gpu"]),
     }
 
 
@@ -357,7 +380,8 @@ def write_report(report: dict[str, Any], out: TextIO) -> None:
     }
     for title, lines in sections.items():
         out.write(f"{title}\n" + "".join(f"  {line}\n" for line in lines) + "\n")
-    out.write("All right.\n" if report["ok"] else "There are errors.\n")
+    usable = "on GPUs and in the simulator" if "nccl" in report["backends"] else "in the simulator; nothing was run on a GPU"
+    out.write(f"All right, {usable}.\n" if report["ok"] else "There are errors.\n")
 
 
 def show_versions() -> None:

@@ -33,6 +33,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ncclep_py.nccl_version import version_text
+
 __all__ = ["code_text", "gather", "normalised", "pair_text"]
 
 PACKAGES = {
@@ -68,10 +70,7 @@ def normalised(name: str) -> str:
 
 def code_text(code: int | None) -> str | None:
     """NCCL's version number as text: 23203 -> '2.32.3'."""
-    if code is None:
-        return None
-    base = 10000 if code >= 10000 else 1000
-    return f"{code // base}.{code % base // 100}.{code % 100}"
+    return None if code is None else version_text(code)
 
 
 def pair_text(pair: Pair | None) -> str | None:

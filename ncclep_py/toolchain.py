@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ncclep_py.nccl_version import OLDEST_NCCL, age_problem, header_problem, version_text
+
 __all__ = [
     "COMPILERS",
     "DEVICE_SOURCES",
@@ -48,7 +50,6 @@ MAX_REGISTERS = 128
 COMPILERS = {"numba-cuda": "numba", "numba-cuda-mlir": "numba_cuda_mlir"}
 """Distribution and package of what can compile the Python kernels; the first unless ``NCCLEP_COMPILER`` names another."""
 
-OLDEST_NCCL = 23000
 SYSTEM_NCCL, SYSTEM_CUDA = Path("/usr/include"), Path("/usr/local/cuda")
 _EXTRA = "pip install 'ncclep_py[cu12]' or 'ncclep_py[cu13]'"
 
@@ -104,19 +105,12 @@ def nccl_header_version(include: Path | None = None) -> int:
     return int(found[1])
 
 
-def version_text(code: int) -> str:
-    """A version code as people write it: 23203 is 2.32.3."""
-    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
-
-
-def check_loaded_nccl(loaded: int) -> None:
+def check_loaded_nccl(loaded: int, path: str = "") -> None:
     """``RuntimeError`` unless the library of version code `loaded` is the one whose headers kernels are compiled against: they share structs."""
-    if loaded < OLDEST_NCCL:
-        raise RuntimeError(f"NCCL {version_text(loaded)} is loaded, but {version_text(OLDEST_NCCL)} or newer is needed; upgrade it: {_EXTRA}")
-    headers = nccl_header_version()
-    if loaded != headers:
-        raise RuntimeError(f"NCCL {version_text(loaded)} is loaded, but kernels are compiled against the headers of {version_text(headers)} in "
-                           f"{nccl_include()}; they share data structures and must be equal: set NCCL_HOME to the loaded one, or install one NCCL")
+    if problem := age_problem(loaded, path):
+        raise RuntimeError(f"{problem}: {_EXTRA}")
+    if problem := header_problem(loaded, nccl_header_version(), path, str(nccl_include())):
+        raise RuntimeError(f"{problem}: set NCCL_HOME to the loaded one, or install one NCCL (python -m ncclep_py doctor)")
 
 
 # ---- versions ------------------------------------------------------------------------------------------------------------

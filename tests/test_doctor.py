@@ -1,6 +1,7 @@
 """The doctor's checks against made-up machines, its report, and the command line on this machine."""
 
 import copy
+import io
 import json
 import os
 import subprocess
@@ -9,8 +10,9 @@ import sys
 import pytest
 
 from ncclep_py import doctor
-from ncclep_py.doctor import check_nccl, diagnose, examine, finding_lines, gpu_lines, release, wheel_major
+from ncclep_py.doctor import diagnose, examine, finding_lines, gpu_lines, release, wheel_major
 from ncclep_py.facts import attempt, code_text, device_count, first_in_process, gpu_facts, local_ranks, mapped, nccl_headers, peer_access
+from ncclep_py.nccl_version import age_problem, header_problem
 
 HEALTHY = {
     "versions": {name: {"version": version, "path": f"/site/{name}", "note": ""} for name, version in {
@@ -65,11 +67,50 @@ def bare():
 
 
 def bad(facts):
-    return [(finding.level, finding.name) for finding in diagnose(facts) if finding.level != "ok"]
+    return [(finding.level, finding.name) for finding in diagnose(facts) if finding.level not in ("ok", "none")]
 
 
 def finding(facts, name):
     return next(found for found in diagnose(facts) if found.name == name and found.level != "ok")
+
+
+def test_what_is_missing_is_never_called_ok():
+    """Every check of a machine with the base packages only says what is not there and who would need it, and so does the self-test."""
+    found = {f.name: f for f in diagnose(bare())}
+    assert found.pop("base packages").level == "ok"
+    for name, f in found.items():
+        assert f.level == "none" and f.problem, name
+        assert any(words in f.problem for words in ("not installed: ", "there is no GPU", "simulator only")), f.problem
+    assert "NCCL; needed to run on a GPU" in found["NCCL version"].problem and "libcuda" in found["driver"].problem
+    report = examine(bare())
+    assert report["findings"][-1]["level"] == "none" and "simulator only" in report["findings"][-1]["problem"]
+    assert report["ok"] and report["backends"] == ["sim"]
+
+
+@pytest.mark.parametrize(("facts", "name", "words"), [
+    (machine(torch__cuda=None), "torch's CUDA", "built for the CPU only"),
+    (without(machine(), "torch"), "torch's CUDA", "not installed: torch"),
+    (machine(nccl__loaded=None, nccl__problem="libcudart.so.13: cannot open"), "NCCL version", "cannot be loaded: libcudart.so.13"),
+    (machine(nccl__headers=None), "NCCL headers", "not installed: nccl.h; needed to compile kernels"),
+    (machine(nccl__cuda=None), "NCCL device library", "does not say which CUDA built it"),
+    (machine(nccl__loaded=22809, nccl__headers=22809), "NCCL Device API", "NCCL is too old"),
+    (machine(toolkit__nvjitlink=None), "nvJitLink", "not installed: nvJitLink; needed to compile kernels"),
+    (without(machine(), "numba-cuda"), "numpy", "not installed: numba-cuda"),
+    (machine(driver__path=None), "driver", "not installed: libcuda"),
+    (machine(gpus=[], p2p=[]), "ranks per GPU", "there is no GPU"),
+    (machine(wheels={}), "CUDA majors", "not installed: wheels of CUDA libraries"),
+])
+def test_one_thing_missing(facts, name, words):
+    found = finding(facts, name)
+    assert found.level == "none" and words in found.problem
+
+
+def test_the_last_line_says_where_it_will_run():
+    passed = {"compiled": True, "seconds": 1.0, "ran_on_gpu": None, "message": "compiled"}
+    for ran, words in ((None, "All right, in the simulator; nothing was run on a GPU.\n"), (True, "All right, on GPUs and in the simulator.\n")):
+        out = io.StringIO()
+        doctor.write_report(examine(machine(), lambda *_, ran=ran: passed | {"ran_on_gpu": ran}), out)
+        assert out.getvalue().endswith(words)
 
 
 def test_healthy_machine_has_no_findings():
@@ -147,12 +188,11 @@ def test_wheel_major(name, version, expected):
     assert wheel_major(name, version) == expected
 
 
-def test_check_nccl_names_versions_and_path():
-    check_nccl(23203, 23203, "/x/libnccl.so.2")
-    with pytest.raises(ImportError, match=r"NCCL 2\.28\.9 is loaded from /x/libnccl\.so\.2; ncclep_py needs 2\.30\.0"):
-        check_nccl(22809, 22809, "/x/libnccl.so.2")
-    with pytest.raises(RuntimeError, match=r"headers are those of NCCL 2\.32\.3, but NCCL 2\.30\.7 is loaded from /x/libnccl\.so\.2"):
-        check_nccl(23007, 23203, "/x/libnccl.so.2")
+def test_nccl_problems_name_versions_and_paths():
+    assert age_problem(23203) is None and header_problem(23203, 23203) is None
+    assert age_problem(22809, "/x/libnccl.so.2") == "NCCL 2.28.9 is loaded from /x/libnccl.so.2; ncclep_py needs 2.30.0 or newer"
+    problem = header_problem(23007, 23203, "/x/libnccl.so.2", "/y/nccl.h")
+    assert "NCCL 2.30.7 is loaded from /x/libnccl.so.2, but the headers from /y/nccl.h are those of NCCL 2.32.3" in problem
 
 
 def test_versions_as_text():

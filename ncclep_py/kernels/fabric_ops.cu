@@ -101,9 +101,9 @@ OP ep_publish_abort(i64 window, i64 heads, i64 arrived, i64 rank, i64 num_ranks,
 // ---- counts ------------------------------------------------------------------------------------------------------------------------------------
 OP ep_publish_counts(i64 window, i64 counts, i64 rank, i64 num_ranks, i64 num_experts, i64 epoch) {
   const u32* total = total_rows();
-  for (i64 peer = blockIdx.x; peer < num_ranks; peer += gridDim.x) {
+  for (int peer = blockIdx.x; peer < num_ranks; peer += gridDim.x) {
     u64 words = peer_at(window, counts + rank * num_experts * 8, peer);
-    for (i64 e = threadIdx.x; e < num_experts; e += blockDim.x) store_relaxed_sys(words + 8 * e, tagged(epoch, total[e]));
+    for (int e = threadIdx.x; e < num_experts; e += blockDim.x) store_relaxed_sys(words + 8 * e, tagged(epoch, total[e]));
   }
   return 0;
 }

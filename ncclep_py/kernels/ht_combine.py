@@ -56,11 +56,13 @@ def make_ht_combine(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
         trace = stamp(trace, ROWS)
         if code == 0:
             begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
-            for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
+            token, end, step = warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)
+            while token < end:   # no range: its length is a 64-bit division
                 gather_row(rows_window, rows_at, maps + ROUTES, out, token, TOPK, ROW_BYTES, TYPE, begin, stop)
                 if begin == 0:
                     if grads != 0:
                         gather_weights(window, slot + WEIGHTS, maps + PLACES, grads, token, TOPK, EXPERTS, RANKS, BY_RANK)
+                token += step
         trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)

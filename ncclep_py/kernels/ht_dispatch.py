@@ -55,7 +55,8 @@ def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
         trace = stamp(trace, ROWS)
         if code == 0:
             begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
-            for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
+            token, end, step = warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)
+            while token < end:   # no range: its length is a 64-bit division
                 scatter_row(rows_window, rows_at, tokens, maps + ROUTES, token, TOPK, ROW_BYTES, begin, stop)
                 if begin == 0:
                     if SCALE_BYTES > 0:
@@ -63,6 +64,7 @@ def make_ht_dispatch(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
                     if forward != 0:
                         scatter_weights(window, slot + IDX, slot + WEIGHTS, weights, maps + ROUTES, maps + PLACES, token, TOPK, EXPERTS, RANKS,
                                         BY_RANK, global_ids)
+                token += step
             if BY_RANK == 0:
                 zero_pads(rows_window, rows_at, maps + ZONES, rank, LOCAL_EXPERTS, ROW_BYTES)
                 if SCALE_BYTES > 0:

@@ -13,8 +13,8 @@ INLINE Counters counters(i64 experts, i64 ranks, i64 by_rank) {
 }
 struct Span { int first, end; };   // of tokens
 INLINE Span part_of(Span s, int i, int n) {
-  i64 size = s.end - s.first;
-  return {s.first + int(size * i / n), s.first + int(size * (i + 1) / n)};
+  int size = s.end - s.first;   // at most 2^20 tokens, over less than 2^11 parts
+  return {s.first + size * i / n, s.first + size * (i + 1) / n};
 }
 INLINE Span block_span(i64 num_tokens) { return part_of({0, int(num_tokens)}, blockIdx.x, gridDim.x); }
 INLINE int round_up(u32 n, i64 alignment) { return int((n + u32(alignment) - 1) & ~(u32(alignment) - 1)); }
@@ -337,12 +337,13 @@ OP ep_ht_scatter_weights(i64 window, i64 recv_idx, i64 recv_weights, i64 weights
     if (other == place) sum = first ? w : sum + w, first = false;
   }
   if (place < 0) return 0;
-  i64 expert = place >> 40, at = i64(u32(place));
+  u32 expert = u32(place >> 40), peer = expert / u32(local);
+  i64 at = i64(u32(place));
   if (by_rank) {
     at = at * num_topk + (place >> 32 & 255);
-    *(i64*)peer_at(window, recv_idx + 8 * at, expert / local) = global_ids ? expert : expert % local;
+    *(i64*)peer_at(window, recv_idx + 8 * at, peer) = i64(global_ids ? expert : expert - peer * u32(local));
   }
-  *(float*)peer_at(window, recv_weights + 4 * at, expert / local) = sum;
+  *(float*)peer_at(window, recv_weights + 4 * at, peer) = sum;
   return 0;
 }
 OP ep_ht_zero_pads(i64 window, i64 slot, i64 zones, i64 rank, i64 num_local, i64 row_bytes) {
@@ -368,6 +369,7 @@ OP ep_ht_clear_ids(i64 window, i64 recv_idx, i64 recv_weights, i64 zones, i64 ra
   i64 received = *(const i64*)totals_at(zones, num_local);
   i64* idx = (i64*)peer_at(window, recv_idx, rank);
   float* weights = (float*)peer_at(window, recv_weights, rank);
+  #pragma unroll 1   // unrolled, it begins with a 64-bit division
   for (i64 i = received * num_topk + worker() * 32 + lane(); i < visible * num_topk; i += workers() * 32) idx[i] = -1, weights[i] = 0.f;
   return 0;
 }
@@ -406,6 +408,7 @@ OP ep_ht_gather_weights(i64 window, i64 recv_weights, i64 place_table, i64 grads
 OP ep_ht_copy_rows(i64 source, i64 target, i64 zones, i64 num_local, i64 visible, i64 row_bytes) {
   const int IN_FLIGHT = 4;
   i64 bytes = min(*(const i64*)totals_at(zones, num_local), visible) * row_bytes, vectors = bytes / 16;
+  #pragma unroll 1   // unrolled, it begins with a 64-bit division
   for (i64 v = i64(worker()) * 32 * IN_FLIGHT; v < vectors; v += i64(workers()) * 32 * IN_FLIGHT) {
     uint4 held[IN_FLIGHT];
     #pragma unroll

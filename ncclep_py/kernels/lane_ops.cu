@@ -192,11 +192,12 @@ OP ep_count_experts(i64 topk_idx, i64 idx_bytes, i64 num_tokens, i64 num_topk, i
   u32 *total = total_rows(), *start = start_row(num_experts), *received = received_rows(num_experts);
   for (int e = threadIdx.x; e < num_experts; e += blockDim.x) total[e] = 0, start[e] = 0, received[e] = 0;
   __syncthreads();
-  for (i64 i = threadIdx.x; i < num_tokens * num_topk; i += blockDim.x) {
+  int n = int(num_tokens * num_topk), before = int(first * num_topk);   // at most 2^25; a loop of 64 bits is unrolled with a division
+  for (int i = threadIdx.x; i < n; i += blockDim.x) {
     int e = load_idx(topk_idx, i, idx_bytes, num_experts);
     if (e < 0) continue;
     atomicAdd(&total[e], 1);
-    if (i < first * num_topk) atomicAdd(&start[e], 1);
+    if (i < before) atomicAdd(&start[e], 1);
   }
   __syncthreads();
   return 0;

@@ -26,8 +26,10 @@ def make_ll_copy(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
         num_rows = count_rows(counters, num_planes, plane_rows)
         trace = stamp(trace, ROWS)
         begin, stop = begin_vector(num_rows, row_bytes), end_vector(num_rows, row_bytes)
-        for row in range(warp_token(num_rows), end_token(num_rows), token_step(num_rows)):
+        row, end, step = warp_token(num_rows), end_token(num_rows), token_step(num_rows)
+        while row < end:   # no range: its length is a 64-bit division
             copy_row(rows, target, row, num_planes, plane_rows, row_bytes, begin, stop)
+            row += step
         stamp(trace, END)
 
     return ll_copy

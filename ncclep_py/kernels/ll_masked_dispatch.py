@@ -72,7 +72,8 @@ def make_ll_masked_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[...
                 assign_rows(topk_idx, IDX_BYTES, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, part, table, rank, epoch, fail, record)
                 if mask != 0:
                     drop_rows(TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, part, table, mask)
-                for token in range(warp_token(num_tokens), end, token_step(num_tokens)):
+                token, step = warp_token(num_tokens), token_step(num_tokens)
+                while token < end:   # no range: its length is a 64-bit division
                     if QUANTISE:
                         quantise_row(payload, place, place + SCALES, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin,
                                      stop)
@@ -81,6 +82,7 @@ def make_ll_masked_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[...
                         if SCALE_BYTES > 0:
                             scatter_row(payload, place + SCALES, scales, token, -1, first, 0, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES,
                                         begin_vector(num_tokens, SCALE_BYTES), end_vector(num_tokens, SCALE_BYTES))
+                    token += step
             # ---- 5 arrived and commit ----------------------------------------------------------------------------------
             trace = stamp(trace, MEET)
             if last_block(local + BLOCKS_DONE) == 1:

@@ -61,8 +61,10 @@ def make_ll_nvfp4_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., 
         trace = stamp(trace, ROWS)
         if code == 0:
             begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
-            for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
+            token, end, step = warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)
+            while token < end:   # no range: its length is a 64-bit division
                 sum_packed_row(payload, slot, table, weights, out, token, TOPK, PLANES_OF_ALL, RANKS, PLANE_ROWS, ROW_BYTES, begin, stop)
+                token += step
         trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)

@@ -129,8 +129,10 @@ def make_ll_combine_send(shape: KernelShape, ops: Vocabulary) -> Callable[..., N
                 copy_table(table, copied, num_tokens, TOPK)
                 num_rows = count_rows(kept, PLANES, PLANE_ROWS)
                 begin, stop = begin_vector(num_rows, ROW_BYTES), end_vector(num_rows, ROW_BYTES)
-                for row in range(warp_token(num_rows), end_token(num_rows), token_step(num_rows)):
+                row, end, step = warp_token(num_rows), end_token(num_rows), token_step(num_rows)
+                while row < end:   # no range: its length is a 64-bit division
                     push_row(window, origins, rows, staging, row, PLANES, PLANE_ROWS, rank, PLACES, ROW_BYTES, begin, stop)
+                    row += step
         # ---- 3 the last block speaks for the rank, and nobody waits ------------------------------------------------------
         trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
@@ -163,8 +165,10 @@ def make_ll_combine_complete(shape: KernelShape, ops: Vocabulary) -> Callable[..
         trace = stamp(trace, ROWS)
         if code == 0:
             begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
-            for token in range(warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)):
+            token, end, step = warp_token(num_tokens), end_token(num_tokens), token_step(num_tokens)
+            while token < end:   # no range: its length is a 64-bit division
                 reduce_row(window, staging, rank, copied, weights, out, token, TOPK, ROW_BYTES, TYPE, begin, stop)
+                token += step
         trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
             if warp_idx() == 0:

@@ -189,7 +189,7 @@ OP ep_sum_member_counts(i64 window, i64 counts, i64 votes, i64 rank, i64 num_ran
                         i64 expert_counters, i64 fail, i64 record, i64 timeout) {
   i64 local = num_experts / num_ranks;
   u32* sum = total_rows();   // free: my own counts went out long ago
-  for (i64 l = threadIdx.x; l < local; l += blockDim.x) sum[l] = 0;
+  for (int l = threadIdx.x; l < local; l += blockDim.x) sum[l] = 0;
   __syncthreads();
   u64 words = peer_at(window, counts + rank * local * 8, rank), mine = peer_at(window, votes, rank), started = nanoseconds();
   int gone = 0;
@@ -201,14 +201,15 @@ OP ep_sum_member_counts(i64 window, i64 counts, i64 votes, i64 rank, i64 num_ran
     if (!gone && u32(value)) atomicAdd(&sum[i % u32(local)], u32(value));
   }
   gone = __syncthreads_or(gone);
-  for (i64 l = threadIdx.x; l < local; l += blockDim.x) ((int*)expert_counters)[l] = int(min(sum[l], u32(plane_rows)));
+  for (int l = threadIdx.x; l < local; l += blockDim.x) ((int*)expert_counters)[l] = int(min(sum[l], u32(plane_rows)));
   return resolve_block(gone, window, votes, rank, num_ranks, epoch, mask, fail, record);
 }
 OP ep_drop_rows(i64 num_topk, i64 num_experts, i64 num_ranks, i64 plane_rows, i64 first, i64 end, i64 part, i64 table, i64 mask) {
   int* rows = block_rows(num_experts);
   i64 base = first * num_topk;
   u32 per_rank = u32(num_experts / num_ranks * plane_rows);
-  for (i64 i = threadIdx.x; i < (end - first) * num_topk; i += blockDim.x)
+  int n = int((end - first) * num_topk);
+  for (int i = threadIdx.x; i < n; i += blockDim.x)
     if (rows[i] >= 0 && (mask >> (u32(rows[i]) / per_rank) & 1)) {
       rows[i] = -1;
       if (part == 0) ((int*)table)[base + i] = -1;

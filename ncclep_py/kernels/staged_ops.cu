@@ -10,7 +10,7 @@ OP ep_outcome(i64 fail, i64 epoch, i64 status) {
 }
 
 OP ep_keep_counters(i64 expert_counters, i64 kept, i64 num_planes) {
-  for (i64 l = threadIdx.x; l < num_planes; l += blockDim.x) ((int*)kept)[l] = ((const int*)expert_counters)[l];
+  for (int l = threadIdx.x; l < num_planes; l += blockDim.x) ((int*)kept)[l] = ((const int*)expert_counters)[l];
   return 0;
 }
 
@@ -22,7 +22,8 @@ OP ep_store_origins(i64 window, i64 origins, i64 token, i64 first, i64 num_topk,
 }
 
 OP ep_copy_table(i64 table, i64 copied, i64 num_tokens, i64 num_topk) {
-  for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < num_tokens * num_topk; i += i64(gridDim.x) * blockDim.x)
+  int n = int(num_tokens * num_topk);   // at most 2^25; 64 bits would need a division to unroll
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x)
     ((int*)copied)[i] = ((const int*)table)[i];
   return 0;
 }
