@@ -125,6 +125,9 @@ class Communicator(ABC):
     def host_words(self, count: int) -> torch.Tensor:
         """Zeroed int64 words in host memory that kernels of this rank can write."""
 
+    def give_back(self, *memories: torch.Tensor) -> None:   # noqa: B027  (on a GPU there is nothing to do)
+        """No kernel touches these tensors of `zeros` and `host_words` any more."""
+
     @abstractmethod
     def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None) -> Kernel:
         """A loaded kernel. Compiles if it must; refuses grids that could not run at once. With a `tracer` its stamps are written."""

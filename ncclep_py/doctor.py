@@ -217,7 +217,8 @@ def check_ltoir(facts: Facts) -> list[Finding]:
     made, linker = facts["nccl"]["cuda"], facts["toolkit"]["nvjitlink"]
     needed_by = "needed for several nodes"
     if not linker or not facts["nccl"]["loaded"]:
-        return absent("NCCL device library", needed_by, *(name for name, found in (("NCCL", facts["nccl"]["loaded"]), ("nvJitLink", linker)) if not found))
+        missing = [name for name, found in (("NCCL", facts["nccl"]["loaded"]), ("nvJitLink", linker)) if not found]
+        return absent("NCCL device library", needed_by, *missing)
     if not made:
         return [Finding("none", "NCCL device library", f"NCCL does not say which CUDA built it; {needed_by}")]
     if linker[0] == made[0] and linker >= made:
@@ -231,7 +232,8 @@ def check_numpy(facts: Facts) -> list[Finding]:
     """numba-cuda 0.30 uses a numpy function that 2.5 removed."""
     numpy, numba_cuda = version_of(facts, "numpy"), version_of(facts, "numba-cuda")
     if not numpy or not numba_cuda:
-        return absent("numpy", "only together they may not fit", *(name for name, found in (("numpy", numpy), ("numba-cuda", numba_cuda)) if not found))
+        missing = [name for name, found in (("numpy", numpy), ("numba-cuda", numba_cuda)) if not found]
+        return absent("numpy", "only together they may not fit", *missing)
     if facts["row_stack"] or release(numba_cuda) >= (0, 31):
         return [Finding("ok", "numpy")]
     return [Finding("error", "numpy", f"numba-cuda {numba_cuda} fails at import with numpy {numpy}", "pip install 'numpy<2.5'")]

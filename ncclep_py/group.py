@@ -297,6 +297,7 @@ class Group(Masking):
             if not lost:
                 for window in (*self.user_windows, self._window):
                     window.close()
+                self.comm.give_back(self._local, self._record)
 
     def __enter__(self) -> Group:
         return self

@@ -436,6 +436,7 @@ class HTHandle:
                 if slot >= 0 and self.group.slot_owner[slot] in (self.id, -self.id):
                     self.group.slot_owner[slot] = 0
             self._topk_idx = None
+            self.group.comm.give_back(self._maps)
 
     destroy = close
 

@@ -7,6 +7,7 @@ operation: kernels wait for other ranks' kernels, so all ranks' kernels are laun
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -389,8 +390,16 @@ class _SimRank(Communicator):
     def create_window(self, num_bytes: int, regions: Sequence[tuple[str, int, int]]) -> SymmetricWindow:
         def perform(sizes: list[Any]) -> list[SymmetricWindow]:
             memories = [_cpu_bytes(size) for size in sizes]
-            handle = self.world.simulator.create_window([m.numpy() for m in memories], list(regions))
-            return [SymmetricWindow(handle, m, lambda: None) for m in memories]
+            simulator = self.world.simulator
+            handle = simulator.create_window([m.numpy() for m in memories], list(regions))
+            open_at = set(range(len(memories)))
+
+            def close(rank: int) -> None:
+                open_at.discard(rank)
+                if not open_at:   # no peer can reach it any more
+                    simulator.destroy_window(handle)
+
+            return [SymmetricWindow(handle, m, functools.partial(close, rank)) for rank, m in enumerate(memories)]
 
         return self.world.step(_Step("create_window", num_bytes, perform))
 
@@ -418,6 +427,12 @@ class _SimRank(Communicator):
         import torch
 
         return memory.view(torch.int64)
+
+    def give_back(self, *memories: torch.Tensor) -> None:
+        gone = {m.data_ptr() for m in memories}
+        for region in [r for r in self._kept if r.address in gone]:
+            self._kept.remove(region)
+            self.world.simulator.unregister(region)
 
     def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None) -> Kernel:
         from ncclep_py import launch

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,98 @@ def test_cold_processes_at_once_agree_and_a_warm_one_is_fast(tmp_path):
     assert warm["key"] == cold[0]["key"], "the sources or the installation changed while this test ran"
     assert warm["cubin"] == cold[0]["cubin"] and not warm["numba"]
     assert warm["seconds"] < 1
+
+
+# ---- the bound -------------------------------------------------------------------------------------------------------------
+def fill(cache: KernelCache, count: int, *, hours: float = 5, size: int = 100_000) -> list[Path]:
+    """Entries of `size` bytes, the first used longest ago, the last `hours` ago."""
+    paths = []
+    for i in range(count):
+        key = cache.key({"i": str(i)})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NCCLEP_CACHE_MB", "0")
+            assert cache.store(f"k{i}", key, {"i": i}, b"x" * size)
+        paths.append(cache.path(f"k{i}", key))
+        used = time.time() - 3600 * (hours + count - i)
+        os.utime(paths[-1], (used, used))
+    return paths
+
+
+def test_entries_used_longest_ago_go_first(folder, monkeypatch):
+    cache = KernelCache()
+    paths = fill(cache, 12)
+    (folder / "notes.txt").write_bytes(b"y" * 2_000_000)
+    assert cache.load("k2", cache.key({"i": "2"})) is not None   # used now
+    monkeypatch.setenv("NCCLEP_CACHE_MB", "1")
+    assert cache.store("new", cache.key({"new": ""}), {}, b"z" * 100_000)
+    left = [i for i, path in enumerate(paths) if path.exists()]
+    assert left == [2, *range(5, 12)], left
+    assert (folder / "notes.txt").exists() and cache.load("new", cache.key({"new": ""})) is not None
+
+
+def test_no_entry_of_the_last_hour_goes_and_no_bound_keeps_all(folder, monkeypatch):
+    cache = KernelCache()
+    paths = fill(cache, 30, hours=-30)   # all of them after now - 1 hour
+    monkeypatch.setenv("NCCLEP_CACHE_MB", "1")
+    cache.trim()
+    assert all(path.exists() for path in paths)
+    for path in paths:
+        os.utime(path, (1, 1))
+    monkeypatch.setenv("NCCLEP_CACHE_MB", "0")
+    cache.trim()
+    assert all(path.exists() for path in paths)
+    monkeypatch.setenv("NCCLEP_CACHE_MB", "1")
+    cache.trim()
+    assert sum(path.exists() for path in paths) == 9
+
+
+def test_parts_left_behind_go_and_young_ones_stay(folder):
+    cache = KernelCache()
+    fill(cache, 1)
+    old, young = folder / "k-abc.part", folder / "k-def.part"
+    old.write_bytes(b"1"), young.write_bytes(b"2")
+    os.utime(old, (1, 1))
+    cache.trim()
+    assert not old.exists() and young.exists()
+
+
+def test_a_wrong_bound_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("NCCLEP_CACHE_MB", "lots")
+    with pytest.raises(ValueError, match="NCCLEP_CACHE_MB must be a number of megabytes, or 0 for no bound, got 'lots'"):
+        kernel_cache.cache_bytes()
+
+
+TRIM = textwrap.dedent("""
+    import sys
+    from ncclep_py.kernel_cache import KernelCache
+    cache, me = KernelCache(), sys.argv[1]
+    for i in range(40):
+        key = cache.key({"who": me, "i": str(i)})
+        assert cache.store(f"p{me}_{i}", key, {}, bytes([int(me)]) * 60_000)
+        found = cache.load(f"p{me}_{i}", key)
+        assert found is not None and found[1] == bytes([int(me)]) * 60_000
+    print("good")
+""")
+
+
+def test_many_processes_trim_at_once(folder):
+    old = fill(KernelCache(), 30)
+    env = os.environ | {"NCCLEP_CACHE_DIR": str(folder), "NCCLEP_CACHE_MB": "1", "PYTHONPATH": str(ROOT)}
+    running = [subprocess.Popen([sys.executable, "-c", TRIM, str(me)], stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT) for me in range(6)]
+    assert [process.communicate(timeout=120)[0].strip() for process in running] == ["good"] * 6
+    assert not any(path.exists() for path in old) and not list(folder.glob("*.part"))
+
+
+def test_a_folder_that_cannot_be_written_is_read_and_not_trimmed(folder, monkeypatch):
+    cache = KernelCache()
+    paths = fill(cache, 2)
+
+    def refuse(*_args, **_kwargs):
+        raise PermissionError("read-only")
+
+    for name in ("utime", "unlink"):
+        monkeypatch.setattr(kernel_cache.os, name, refuse)
+    monkeypatch.setenv("NCCLEP_CACHE_MB", "1")
+    assert cache.load("k0", cache.key({"i": "0"})) == ({"i": 0}, b"x" * 100_000)
+    cache.trim()
+    assert all(path.exists() for path in paths)

@@ -223,7 +223,8 @@ def test_device_functions_compile_against(folder):
 def test_loaded_nccl_must_be_that_of_the_headers():
     headers = toolchain.nccl_header_version()
     toolchain.check_loaded_nccl(headers)
-    with pytest.raises(RuntimeError, match=rf"NCCL {toolchain.version_text(headers + 1)} is loaded.*headers from .* are those of NCCL {toolchain.version_text(headers)}"):
+    loaded, told = toolchain.version_text(headers + 1), toolchain.version_text(headers)
+    with pytest.raises(RuntimeError, match=rf"NCCL {loaded} is loaded.*headers from .* are those of NCCL {told}"):
         toolchain.check_loaded_nccl(headers + 1)
     with pytest.raises(RuntimeError, match=r"NCCL 2\.29\.7 is loaded; ncclep_py needs 2\.30\.0"):
         toolchain.check_loaded_nccl(22907)

@@ -89,7 +89,8 @@ class Simulator:
 
     def unregister(self, region: Region) -> None:
         """Forget registered memory; a later access is an error."""
-        self.memory.remove(region)
+        if self.memory.remove(region):
+            self.words.forget(region)
 
     def create_window(self, memories: Sequence[object], parts: Sequence[tuple[str, int, int]] = ()) -> int:
         """A symmetric window over one array per rank; returns its handle, the same on all ranks."""
@@ -102,7 +103,7 @@ class Simulator:
     def destroy_window(self, handle: int) -> None:
         """Forget a window."""
         for region in self.windows.pop(handle):
-            self.memory.remove(region)
+            self.unregister(region)
 
     def peer_address(self, task: Task, window: int, offset: int, peer: int) -> int:
         """Address of byte `offset` of the window at `peer`."""

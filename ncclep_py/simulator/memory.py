@@ -168,13 +168,15 @@ class Memory:
         i = self.regions.index(region)
         del self.regions[i], self._bases[i]
 
-    def remove(self, region: Region) -> None:
-        """Forget a region when its last user is gone."""
+    def remove(self, region: Region) -> bool:
+        """Forget a region when its last user is gone; whether it is."""
         while region.owner is not None:
             region = region.owner
         region.uses -= 1
-        if region.uses == 0 and region in self.regions:
+        gone = region.uses == 0 and region in self.regions
+        if gone:
             self._drop(region)
+        return gone
 
     def grow(self, capacity: int) -> None:
         """Make room for clocks of `capacity` slots."""

@@ -130,6 +130,13 @@ class Words:
         self._known[address] = part.words[address]
         return part.words[address]
 
+    def forget(self, region: Region) -> None:
+        """The region is gone: another one at its addresses has words of its own, and the memory may be freed."""
+        for part in region.parts:
+            for address, word in part.words.items():
+                if self._known.get(address) is word:
+                    del self._known[address]
+
     def absorb(self) -> None:
         """Take in what the host wrote into control words between operations."""
         for word in self._known.values():
