@@ -50,6 +50,8 @@ def test_bytes_by_hand() -> None:
     assert counts.physical == ((6 + 12) * 1024, (12 + 6) * 1024)
     by_rank = byte_counts(dataclasses.replace(case, layout="rank_major"), load, traffic)
     assert by_rank.per_rank == (7 * 1024, 7 * 1024) and by_rank.physical == ((6 + 7) * 1024, (7 + 6) * 1024)
+    ht = byte_counts(dataclasses.replace(case, algorithm="ht"), load, traffic)
+    assert ht.per_rank == (7 * 1024, 7 * 1024) and ht.physical == ((6 + 12) * 1024, (12 + 6) * 1024)
     quantised = byte_counts(dataclasses.replace(case, recipe="ds_fp8"), load, traffic)
     assert quantised.per_rank == (7 * (512 + 16), 12 * 1024) and quantised.physical[0] == 6 * 1024 + 12 * 528
     assert byte_counts(dataclasses.replace(case, recipe="quant_fwd"), load, traffic).physical[0] == (6 + 12) * 528
@@ -193,6 +195,15 @@ def test_verdicts(after: dict[str, Any], word: str) -> None:
 def test_what_was_wrong_before_is_new_or_still_wrong() -> None:
     for after, word in ((row(), "new"), (row(verified=False), "still wrong")):
         assert compare.compare({"rows": [row(verified=False)]}, {"rows": [after]})[0].word == word
+
+
+def test_a_bar_on_a_terminal_and_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    command._progress(1, 4, "a case")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    command._progress(1, 4, "a case")
+    command._progress(4, 4, "")
+    assert "[######..................] 1/4 a case" in capsys.readouterr().err
 
 
 def test_a_record_is_json(tmp_path: pathlib.Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import multiprocessing as mp
 import os
 import pathlib
@@ -173,3 +174,36 @@ def test_clocks_are_asked_of_nvml_then_of_nvidia_smi_else_not_known(monkeypatch:
     for out, want in (("1980, 3201\n", {"sm": 1980, "memory": 3201}), ("", None), ("[N/A], 3201", None)):
         monkeypatch.setattr(machine.subprocess, "run", lambda *words, out=out, **named: types.SimpleNamespace(stdout=out))
         assert machine.clocks("cuda:0") == want
+
+
+def over_gloo(rank: int, ranks: int, folder: str) -> types.SimpleNamespace:
+    """A rank whose peers can be reached by gloo only."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    return types.SimpleNamespace(rank=rank, num_ranks=ranks, device=torch.device("cpu"), backend="sim", kernel=None)
+
+
+def test_a_peer_is_played_in_processes_that_are_kept_for_it_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    made: list[Any] = []
+
+    def world(ranks: int, gpus: int) -> ProcessWorld:
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(ProcessWorld(ranks, connect=functools.partial(over_gloo, folder=str(folder))))
+        return made[-1]
+
+    monkeypatch.setattr(processes, "ProcessWorld", world)
+    worlds, case = Worlds(), dataclasses.replace(TOY, mode="processes", hidden=64)
+    try:
+        for tokens, routing in ((5, "uniform"), (3, "zipf")):
+            got = worlds.answers(PairJob(dataclasses.replace(case, tokens=tokens, routing=routing), "all_to_all_single"), run_pair)
+            assert [answer["verified"] for answer in got] == [True, True] and got[0]["kernels"] == [] and not got[0]["exact"]
+        assert len(made) == 1
+        with pytest.raises(RuntimeError, match="routing must be one of"):
+            worlds.answers(PairJob(dataclasses.replace(case, routing="nowhere.pt"), "all_to_all_single"), run_pair)
+        assert made[0].closed
+        with pytest.raises(RuntimeError, match="nccl"):   # not installed; processes of its own
+            worlds.answers(PairJob(case, "nccl.ep"), run_pair)
+        assert len(made) == 2 and made[1].closed
+    finally:
+        worlds.close()

@@ -1,8 +1,8 @@
 """Bytes of a dispatch and a combine by three formulas, each stated; ids, weights, pads and control words are in none of them.
 
 * ``per_pair``: one row per (token, expert), what a library without deduplication sends: T K rows each way.
-* ``per_rank``: one row per (token, distinct rank), self included: the formula of NVIDIA's ``ep_bench``, for combine only in layouts that have one row
-  per rank (rank_major, flat), else one per (token, expert).
+* ``per_rank``: one row per (token, distinct rank), self included: the formula of NVIDIA's ``ep_bench``; as there, combine of low latency's
+  expert_major counts one per (token, expert).
 * ``physical``: what our kernels read and write in device memory: dispatch reads a row once and writes it to each of its places, combine reads these
   and writes one row per token. All ranks together.
 """
@@ -35,9 +35,9 @@ class ByteCounts:
 def byte_counts(case: Case, load: Sequence[int], traffic: Sequence[Sequence[int]]) -> ByteCounts:
     """Bytes of a case whose experts receive `load` rows ``[E]``, and whose ranks send `traffic` distinct tokens to each other ``[R][R]``."""
     pairs, per_rank, tokens = sum(load), sum(map(sum, traffic)), case.ranks * case.tokens
-    by_expert = case.layout == "expert_major"
-    rows = pairs if by_expert else per_rank
-    return ByteCounts((pairs * case.sent_bytes, pairs * case.row_bytes), (per_rank * case.sent_bytes, rows * case.row_bytes),
+    rows = pairs if case.layout == "expert_major" else per_rank
+    back = rows if case.algorithm == "ll" else per_rank
+    return ByteCounts((pairs * case.sent_bytes, pairs * case.row_bytes), (per_rank * case.sent_bytes, back * case.row_bytes),
                       (tokens * _read_bytes(case) + rows * case.sent_bytes, rows * case.row_bytes + tokens * case.row_bytes))
 
 

@@ -13,7 +13,7 @@ __all__ = ["compile_seconds", "noted"]
 
 def noted(comm: Any, into: list[tuple[str, Any]]) -> Callable[[], None]:
     """Let a communicator note the (name, shape) of every kernel it is asked for; returns what ends this."""
-    asked = comm.kernel
+    asked, own = comm.kernel, "kernel" in vars(comm)
 
     def kernel(name: str, shape: Any, *rest: Any) -> Any:
         if (name, shape) not in into:
@@ -23,7 +23,10 @@ def noted(comm: Any, into: list[tuple[str, Any]]) -> Callable[[], None]:
     comm.kernel = kernel
 
     def end() -> None:
-        del comm.kernel
+        if own:
+            comm.kernel = asked
+        else:
+            del comm.kernel
 
     return end
 
