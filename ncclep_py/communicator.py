@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from ncclep_py.grid import whole_gpu
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.network import DeviceCommunicator, create, gin_of, network_facts, refuse, requirements, team_size_of
 from ncclep_py.topology import Topology
 
 if TYPE_CHECKING:
     import torch
 
+    from ncclep_py.plan import DeviceNeeds
     from ncclep_py.tracing import Tracer
 
 __all__ = ["Communicator", "Kernel", "NcclCommunicator", "SymmetricWindow"]
@@ -115,6 +117,14 @@ class Communicator(ABC):
     def together(self, action: Callable[[], None]) -> None:
         """Run `action` (say, a CUDA graph's replay) at the point where all ranks of this process have come: whatever launches kernels that
         wait for other ranks must be launched for all ranks before any rank waits for its device."""
+
+    def device_communicator(self, needs: DeviceNeeds) -> DeviceCommunicator:
+        """What kernels need to reach networked peers. Collective and blocking; local if `needs` asks for no network.
+
+        Raises:
+            RuntimeError: NCCL does not offer it, and what may be missing.
+        """
+        return DeviceCommunicator(0, needs)
 
     # ---- my own resources ---------------------------------------------------------------------------------------------
     @abstractmethod
@@ -267,11 +277,12 @@ class NcclRank(Communicator):
         self.device = torch.device("cuda", device)
         self.ranks_on_device = ranks_on_device
         self.fp4 = torch.cuda.get_device_capability(self.device) >= FP4_CAPABILITY
-        if not comm.device_api_support or comm.n_lsa_teams != 1:
-            raise RuntimeError(
-                f"rank {rank}: the ranks cannot all address each other's memory: device API {'yes' if comm.device_api_support else 'no'}, "
-                f"{comm.n_lsa_teams} LSA teams (1 needed). Check NCCL_P2P_DISABLE, NCCL_CUMEM_ENABLE and the P2P matrix of "
-                "`python -m ncclep_py doctor`")
+        self.gin, self._network_facts = gin_of(comm), network_facts()
+        self.team_size = team_size_of(rank, self.gin, self._network_facts, _loaded_version())
+
+    def device_communicator(self, needs: DeviceNeeds) -> DeviceCommunicator:
+        refuse(self.rank, self.gin, needs, self._network_facts, _loaded_version())
+        return create_dev_comms([self], needs)[0]
 
     def zeros(self, num_bytes: int, regions: Sequence[tuple[str, int, int]]) -> torch.Tensor:
         import torch
@@ -358,6 +369,16 @@ def window_of(comm: Any, num_bytes: int, device: int) -> tuple[Any, Any]:
     nccl = _nccl()
     buffer = nccl.mem_alloc(max(num_bytes, 1), device)
     return buffer, comm.register_window(buffer)
+
+
+def create_dev_comms(ranks: Sequence[NcclRank], needs: DeviceNeeds) -> list[DeviceCommunicator]:
+    """Device communicators of the ranks of this process; collective over all ranks unless `needs` asks for no network."""
+    if not needs.network:
+        return [DeviceCommunicator(0, needs) for _ in ranks]
+    nccl = _nccl()
+    with nccl.group():
+        made = [rank.comm.create_dev_comm(requirements(nccl, needs)) for rank in ranks]
+    return [create(rank.comm, resource, needs, rank.device) for rank, resource in zip(ranks, made)]   # noqa: B905  (equal lengths)
 
 
 def finish_window(buffer: Any, registration: Any, num_bytes: int, device: torch.device, rank: int) -> SymmetricWindow:

@@ -13,16 +13,30 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ncclep_py.communicator import BLOCK_THREADS, Communicator, Kernel, NcclRank, SymmetricWindow, _nccl, arch_of, finish_window, window_of
+from ncclep_py.communicator import (
+    BLOCK_THREADS,
+    Communicator,
+    Kernel,
+    NcclRank,
+    SymmetricWindow,
+    _loaded_version,
+    _nccl,
+    arch_of,
+    create_dev_comms,
+    finish_window,
+    window_of,
+)
 from ncclep_py.compiled import KernelSpec
 from ncclep_py.errors import EpClosedError, EpPeerError, EpRefusedError
 from ncclep_py.fused import FusedKernel, FusedStream
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.network import DeviceCommunicator, refuse
 from ncclep_py.rank_thread import RankThread
 
 if TYPE_CHECKING:
     import torch
 
+    from ncclep_py.plan import DeviceNeeds
     from ncclep_py.simulator import Faults
     from ncclep_py.tracing import Tracer
 
@@ -288,6 +302,14 @@ class _LocalNcclRank(NcclRank):
 
     def create_window(self, num_bytes: int, regions: Sequence[tuple[str, int, int]]) -> SymmetricWindow:
         return self.world.step(_Step("create_window", (self, num_bytes), _nccl_windows))
+
+    def device_communicator(self, needs: DeviceNeeds) -> DeviceCommunicator:
+        def perform(ranks: list[Any]) -> list[Any]:
+            for rank in ranks:
+                refuse(rank.rank, rank.gin, needs, rank._network_facts, _loaded_version())
+            return create_dev_comms(ranks, needs)
+
+        return self.world.step(_Step("device_communicator", self, perform))
 
     def submit(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor], *,
                refusing: bool = False) -> bool:
