@@ -172,6 +172,7 @@ class GroupConfig:
         slot_layout: LL: the only layout of the group's handles, if there is only one; UNSET allows both. RANK_MAJOR makes slots E / R times smaller.
         num_staging_slots: staging slots for staged operations (``send_only``), each ``M * num_topk`` rows; 0 takes no memory and refuses
             ``send_only``. w staged combines in flight need w of them, and 2w so that none waits for the slowest rank's last `Handle.complete`.
+            With ``enable_mask`` there are none, and none are needed: ``send_only`` does the whole operation at once.
         timeout_ns: nanoseconds a device-side wait may last; AUTO is 100 s, as in the reference.
         enable_mask: LL: go on without ranks that do not come within ``timeout_ns`` (`Group.mask_query` and what follows it); at most 29 ranks. Its
             kernels are others than those of groups without.
@@ -225,8 +226,6 @@ class GroupConfig:
             raise TypeError(f"enable_mask must be a bool, got {type(self.enable_mask).__name__}: {self.enable_mask!r}")
         if self.enable_mask and self.algorithm is not Algorithm.LOW_LATENCY:
             raise ValueError(f"enable_mask must be False for {self.algorithm.name}; only LOW_LATENCY has masks")
-        if self.enable_mask and self.num_staging_slots:
-            raise NotImplementedError("enable_mask is not built yet for staged operations; set num_staging_slots to 0")
         object.__setattr__(self, "slot_layout", _member("slot_layout", Layout, self.slot_layout))
         if self.slot_layout is Layout.FLAT or self.slot_layout and self.algorithm is not Algorithm.LOW_LATENCY:
             raise ValueError(f"slot_layout must be UNSET, or for LOW_LATENCY EXPERT_MAJOR or RANK_MAJOR, got {self.slot_layout.name}")
@@ -260,6 +259,11 @@ class GroupConfig:
     def row_bytes(self) -> int:
         """Bytes of one token row."""
         return self.hidden * self.token_type.itemsize
+
+    @property
+    def staging_slots(self) -> int:
+        """Staging slots there are: none with ``enable_mask``, whose operations end in their send half (``member_map``)."""
+        return 0 if self.enable_mask else self.num_staging_slots
 
     @property
     def token_bytes(self) -> int:

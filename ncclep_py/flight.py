@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from ncclep_py.handle import Handle
     from ncclep_py.recipes import Sent
 
-__all__ = ["REFUSED", "SENDS", "Flight", "fixed_values", "take_stage"]
+__all__ = ["DONE", "REFUSED", "SENDS", "Flight", "fixed_values", "take_stage"]
 
 SENDS = {"ll_dispatch_send": "ll_dispatch_complete", "ll_rank_major_send": "ll_rank_major_complete", "ll_combine_send": "ll_combine_complete"}
 """Complete half of each send half."""
+
+DONE = {"dispatch": "done dispatch", "combine": "done combine"}
+"""Names of operations of groups with ``enable_mask`` that were called with ``send_only``: they are over, and `complete` only says so."""
 
 REFUSED = ""
 """Name of the complete half of an operation this rank refused: it is enqueued already, and `complete` only frees the staging slot."""

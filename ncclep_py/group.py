@@ -58,7 +58,7 @@ class Group(Masking):
         self._handle_ids = itertools.count(1)
         self.slot_owner: list[int] = [0] * config.num_slots   # handle id, 0: free
         self.slot_combined: list[bool] = [False] * config.num_slots
-        self.staging_owner: list[int] = [0] * config.num_staging_slots   # handle id while a staged combine is in flight, 0: free
+        self.staging_owner: list[int] = [0] * config.staging_slots   # handle id while a staged combine is in flight, 0: free
         self._captured: list[Any] = []
         self.tracer = comm.tracer(self.num_blocks) if config.trace else None
         self.user_windows: list[SymmetricWindow] = []

@@ -12,6 +12,7 @@ rank. To go on after an error, let every rank call ``Group.check()`` at the same
 Staged operations (``send_only``, needs `GroupConfig.num_staging_slots`): the call enqueues the send half, `Handle.complete` the rest. Between the two
 the multiprocessors are free. One operation of a handle may be in flight; other handles may go on meanwhile. The send half of dispatch waits until
 all ranks have entered theirs and have told their counts; that of combine waits for no rank, given a staging slot whose last use all have completed.
+In groups with ``enable_mask`` the send half does all of it: what members agree on ends with the operation (``member_map``).
 
 CUDA graphs: every operation may be captured; create the group and the handle before, and use recipes and id types once. All ranks capture the same
 operations, each rank its own graph, and replay in the same order (ranks in one process through ``comm.together(graph.replay)``). The number of
@@ -40,7 +41,7 @@ from ncclep_py.config import (
     _member,
 )
 from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, Status
-from ncclep_py.flight import REFUSED, SENDS, Flight, fixed_values, take_stage
+from ncclep_py.flight import DONE, REFUSED, SENDS, Flight, fixed_values, take_stage
 from ncclep_py.recipes import Sent, check_nvfp4, check_recipe
 from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind
@@ -198,7 +199,7 @@ class Handle:
         self._send_name = "ll_rank_major_send" if self._rank_major else "ll_dispatch_send"
         self._stamping = {self._dispatch_name, self._send_name, "ll_combine", "ll_nvfp4_combine", "ll_combine_send"}
         halves = (self._send_name, SENDS[self._send_name], "ll_combine_send", "ll_combine_complete")
-        for name in (self._dispatch_name, "ll_combine", "ll_copy", *(halves if group.config.num_staging_slots else ())):
+        for name in (self._dispatch_name, "ll_combine", "ll_copy", *(halves if group.config.staging_slots else ())):
             self._kernel(name)
         if topk_idx is not None:
             self.update(topk_idx)
@@ -309,6 +310,7 @@ class Handle:
             self._flight = Flight(SENDS[name], slot, mine, tuple(t for t in kept if t is not None), made, copies, sent, place)
         else:
             self._copy_all(copies)
+            self._done("dispatch", slot, config, made)
         return made
 
     def _check_dispatch(self, given: DispatchInputs, weights: Any, made: DispatchOutputs, counts: LayoutInfo, config: DispatchConfig,
@@ -456,6 +458,7 @@ class Handle:
         else:
             self._launch("ll_combine", slot, Status.GO, (weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens), (weights, made.tokens),
                          place=place)
+        self._done("combine", slot, config, made.tokens)
         return made.tokens
 
     def expert_rows(self) -> torch.Tensor:
@@ -551,10 +554,18 @@ class Handle:
             self.group.staging_owner[flight.slot] = 0
         if flight.name == REFUSED:
             return None
+        if flight.name in DONE.values():
+            self.group.raise_reported()
+            return flight.result
         self._land(flight.name, flight.slot, flight.own, flight.tensors, flight.sent, flight.place)
         self._copy_all(flight.copies)
         self.group.raise_reported()
         return flight.result
+
+    def _done(self, what: str, slot: int, config: Any, result: Any) -> None:
+        """With ``enable_mask`` an operation that was to be sent only is over already: `complete` gives its result."""
+        if config is not None and config.send_only:
+            self._flight = Flight(DONE[what], slot, (), (), result)
 
     def _land(self, name: str, slot: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...], sent: Sent | None = None,
               place: int = -1) -> None:
@@ -607,7 +618,7 @@ class Handle:
             raise refused(EpError(f"cannot {what}: the handle's {flies} is in flight; call complete() first, or use another handle"), Refusal.ORDER)
 
     def _check_staged(self, send_only: bool) -> None:
-        if send_only and not self.group.staging_owner:
+        if send_only and not self.group.staging_owner and not self.group.config.enable_mask:
             raise ValueError("send_only needs staging slots: set GroupConfig.num_staging_slots, two per operation in flight")
 
     def _copy_all(self, copies: Sequence[tuple[Any, Any]]) -> None:

@@ -29,6 +29,10 @@ agree on, too:
   afterwards, and all members continue at the largest of their epochs + 1. Slots are empty then. A rank that the others went on without, and that
   meets none of them, is no member: else it would be a group of its own. It knows from VERDICT, which mask_clean sets, too.
 
+Staged operations (``send_only``) do all their work in the send half, and have no staging slots. A dispatch is not over before its members know
+whether it is repeated, and by then all rows are there. A combine that pushes rows meets nobody before it does so; a rank that slept while the
+others went on without it would push rows of theirs over, and no vote is taken that could hold it back. To take one is to meet.
+
 Agreement by induction: members of attempt n have equal masks, learn the same outcome of n (M3), hence have equal masks in n + 1. A member that
 reads a vote of an epoch after its own has been masked: votes of n + 1 change only after JOIN(n + 1) of all members, or when a member waited for a
 JOIN(n + 1) for the timeout, and mine is missing as long as I have not resolved n. Two ranks whose masks differ (``mask_update`` with different

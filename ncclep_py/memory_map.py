@@ -134,7 +134,7 @@ class WindowMap:
         heads = 0
         arrived = align(heads + HEAD_BANKS * num_ranks * HEAD_BYTES, 128)
         counts = align(arrived + num_ranks * WORD, 128)
-        num_staging = config.num_staging_slots
+        num_staging = config.staging_slots
         count_bank = align(num_ranks * experts * WORD, 128) if num_staging else 0
         flights = align(counts + max(2 * count_bank, num_ranks * experts * WORD), 128 if num_staging else SLOT_ALIGNMENT)
         released = flights + (config.num_slots + num_staging) * HEAD_BANKS * num_ranks * HEAD_BYTES if num_staging else flights
@@ -250,7 +250,7 @@ class LocalMap:
         headers = 384
         tables = align(headers + 2 * WORD * (config.num_slots + 1), 128)
         table_bytes = align(4 * config.max_dispatch_tokens_per_rank * config.num_topk, 128)
-        num_staging = config.num_staging_slots
+        num_staging = config.staging_slots
         kept = tables + config.num_slots * table_bytes
         kept_bytes = align(4 * config.num_experts, 128) if num_staging else 0
         flights = kept + config.num_slots * kept_bytes

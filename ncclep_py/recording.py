@@ -138,7 +138,7 @@ def kernels_of(config: GroupConfig, topology: Topology, multiprocessors: int, *,
 
 def _recipes(handle: Any, high: bool, wires: Sequence[Wire], nvfp4: bool) -> None:
     """Ask for the kernels a handle loads when a recipe is first used."""
-    staged = not high and handle.group.config.num_staging_slots
+    staged = not high and handle.group.config.staging_slots
     for wire in wires:
         for name in ("ht_dispatch",) if high else (handle._dispatch_name, *((handle._send_name,) if staged else ())):
             handle._kernel(name, wire)

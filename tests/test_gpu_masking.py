@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_masking import Rank
 
-from ncclep_py import Group, GroupConfig, Layout, LocalWorld
+from ncclep_py import CombineConfig, CombineInputs, CombineOutputs, DispatchConfig, DispatchInputs, Group, GroupConfig, Layout, LocalWorld
 from ncclep_py.errors import EpMaskedError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -95,6 +95,24 @@ def test_a_rank_lost_between_dispatch_and_combine_and_two_at_once(layout: Layout
         return good and r.right(1, r.combine(1), ()) and r.active() == [1] * 4
 
     assert all(run(4, program, layout))
+
+
+@LAYOUTS
+def test_send_only_does_the_whole_operation(layout: Layout) -> None:
+    def program(r: Rank) -> object:
+        good = True
+        for step in range(5):
+            tokens, ids, weights = (x.cuda() for x in r.inputs(step))
+            inputs = DispatchInputs(tokens, weights if layout is Layout.RANK_MAJOR else None)
+            r.received = r.handle.dispatch(inputs, topk_idx=ids, config=DispatchConfig(send_only=True))
+            assert r.handle.complete() is r.received
+            out = r.handle.combine(CombineInputs(r.received.tokens), CombineOutputs(topk_weights=weights), CombineConfig(send_only=True))
+            assert r.handle.complete() is out
+            good = good and r.right(step, out, ())
+        r.group.check()
+        return good
+
+    assert all(run(3, program, layout))
 
 
 def test_masks_that_differ_become_their_union() -> None:

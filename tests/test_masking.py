@@ -12,6 +12,7 @@ from ncclep_py import (
     CombineInputs,
     CombineOutputs,
     CombineQuant,
+    DispatchConfig,
     DispatchInputs,
     EpClosedError,
     EpError,
@@ -335,6 +336,45 @@ def _rows_of(lost: int | None, cfg: GroupConfig, by_rank: bool) -> torch.Tensor:
     return torch.arange(0) if lost is None else torch.arange(lost * size, (lost + 1) * size)
 
 
+@LAYOUTS
+@pytest.mark.parametrize("slots", [0, 4])
+def test_send_only_does_the_whole_operation(slots: int, layout: Layout) -> None:
+    """A program with staged calls runs under masks, too, also without a rank; the order of its calls is held to."""
+    send, pull = DispatchConfig(send_only=True), CombineConfig(send_only=True)
+
+    def program(r: Rank) -> object:
+        good, other = True, Rank(r.group, layout)
+        assert r.group.map.num_staging == 0 and r.handle.complete() is None
+        for step in range(3):
+            if step == 1 and r.rank == 2:
+                r.sit_out(4)
+                r.group.mask_clean()
+                continue
+            masked = [2] if step == 1 else []
+            for who, number in ((r, step), (other, step + 10)):   # two micro-batches in flight
+                tokens, ids, weights = who.inputs(number)
+                who.received = who.handle.dispatch(DispatchInputs(tokens, weights if layout is Layout.RANK_MAJOR else None), topk_idx=ids, config=send)
+                with pytest.raises(EpError, match="handle's dispatch is in flight; call complete"):
+                    who.handle._check_landed("combine")
+            for who in (other, r):
+                assert who.handle.complete() is who.received
+            for who, number in ((r, step), (other, step + 10)):
+                outputs = CombineOutputs(topk_weights=who.inputs(number)[2])
+                out = who.handle.combine(CombineInputs(who.received.tokens), outputs, pull)
+                assert who.handle.complete() is out and who.handle.complete() is None
+                good = good and who.right(number, out, masked)
+            if step == 1:
+                r.group.mask_clean()
+        return good
+
+    def body(comm: object) -> object:
+        with Group.create(comm, config(3, num_slots=2, num_staging_slots=slots)) as group:
+            return program(Rank(group, layout))
+
+    with world(3, 1) as w:
+        assert w.run(body) == [True] * 3
+
+
 def test_without_enable_mask_there_is_none() -> None:
     def program(comm: object) -> None:
         with Group.create(comm, GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=1, hidden=8, num_topk=1)) as group:
@@ -367,8 +407,6 @@ def test_arguments() -> None:
         config(2).__class__(num_experts=2, max_dispatch_tokens_per_rank=1, hidden=8, num_topk=1, enable_mask=1)
     with pytest.raises(ValueError, match="enable_mask serves at most 29 ranks, got 30"):
         config(30).check_ranks(30)
-    with pytest.raises(NotImplementedError, match="staged"):
-        config(2, num_staging_slots=2)
 
 
 def test_codes_have_sentences() -> None:

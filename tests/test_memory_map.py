@@ -94,7 +94,7 @@ def test_every_number_of_ranks_and_local_experts() -> None:
 def _sizes(experts: int, tokens: int, row_bytes: int, slots: int) -> Any:
     """What the plan reads of a config; beyond a real one's limits, too."""
     return types.SimpleNamespace(num_experts=experts, max_dispatch_tokens_per_rank=tokens, row_bytes=row_bytes, token_bytes=row_bytes,
-                                 num_slots=slots, num_topk=8, slot_layout=0, num_staging_slots=0, enable_mask=False)
+                                 num_slots=slots, num_topk=8, slot_layout=0, staging_slots=0, enable_mask=False)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 5, 31, 33, 63, 65, 127, 129, 4095, 4097])
