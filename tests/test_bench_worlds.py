@@ -207,3 +207,16 @@ def test_a_peer_is_played_in_processes_that_are_kept_for_it_alone(monkeypatch: p
         assert len(made) == 2 and made[1].closed
     finally:
         worlds.close()
+
+
+@pytest.mark.parametrize(("other", "wrong"), [(2.01, False), (2.1, True), (float("nan"), True)])
+def test_a_layer_that_gives_something_else_is_an_error(other: float, wrong: bool) -> None:
+    def answers(job: Any, run: Any) -> list[dict[str, Any]]:
+        return [{"seconds": [0.5, 0.5, 9.0], "square": 2.0 if job.implementation == "ncclep_py" else other}] * 2
+
+    case = dataclasses.replace(TOY, mode="processes", backend="nccl")
+    rows = list(command.layer_rows(types.SimpleNamespace(answers=answers), case))   # type: ignore[arg-type]
+    assert [(row["implementation"], row["direction"], "error" in row) for row in rows] == [
+        ("ncclep_py", "forward", False), ("ncclep_py", "forward+backward", False),
+        ("all_to_all_single", "forward", wrong), ("all_to_all_single", "forward+backward", wrong)]
+    assert rows[0]["tokens_per_s"] == 20

@@ -40,6 +40,7 @@ __all__ = ["add_arguments", "cases", "main"]
 TOY = {"ranks": 4, "experts": 8, "topk": 2, "hidden": 64, "sms": 2}
 REAL = {"ranks": 8, "experts": 128, "topk": 8, "hidden": 7168, "sms": 16}
 TOKENS = {"nccl": {"ll": (1, 8, 128), "ht": (2048,)}, "sim": {"ll": (1, 5), "ht": (12,)}}
+LAYER_TOLERANCE = 0.01
 BOTH_LAYOUTS = {"ll": ("expert_major", "rank_major"), "ht": ("flat", "expert_major")}
 
 
@@ -158,10 +159,11 @@ def _share(moved: int, figures: dict[str, Any], copy_gb_s: float | None) -> floa
 
 
 def layer_rows(worlds: Worlds, case: Case) -> Iterator[dict[str, Any]]:
-    """Tokens per second of the MoE layer, each way and direction; in one process only ours."""
+    """Tokens per second of the MoE layer, each way and direction; in one process only ours. Both ways must give about the same."""
     from ncclep_py.bench.rank_jobs import LayerJob, run_layer
 
     ht = dataclasses.replace(case, algorithm="ht", layout="expert_major", recipe="none", backward=False, alignment=0)
+    first: float | None = None
     for implementation in ("ncclep_py", *(["all_to_all_single"] if case.mode != "local" else [])):
         for backward in (False, True):
             row: dict[str, Any] = {"implementation": implementation, "direction": "forward+backward" if backward else "forward",
@@ -169,9 +171,11 @@ def layer_rows(worlds: Worlds, case: Case) -> Iterator[dict[str, Any]]:
             try:
                 got = worlds.answers(LayerJob(ht, implementation, row["width"], backward), run_layer)
                 steps = sorted(max(step) for step in zip(*(answer["seconds"] for answer in got), strict=True))
-                seconds = steps[len(steps) // 2]
-                row |= {"tokens_per_s": round(ht.ranks * ht.tokens / seconds) if case.backend == "nccl" else None,
-                        "checksum": round(sum(answer["sum"] for answer in got), 3)}
+                seconds, square = steps[len(steps) // 2], sum(answer["square"] for answer in got) / ht.ranks
+                first = square if first is None else first
+                row |= {"tokens_per_s": round(ht.ranks * ht.tokens / seconds) if case.backend == "nccl" else None, "mean_square": round(square, 5)}
+                if not abs(square - first) <= LAYER_TOLERANCE * first:   # also if it is no number
+                    row["error"] = f"the layer's output has mean square {square:.5f}, the first way's {first:.5f}"
             except Exception:   # noqa: BLE001  (told in the record)
                 row["error"] = traceback.format_exc()[-1500:]
             yield row
@@ -227,7 +231,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             tell(line(row))
         for row in layer_rows(worlds, todo[-1]) if options.layer else ():
             record["layers"].append(row)
-            speed = row.get("error", "").strip().splitlines()[-1:] or [f"{row['tokens_per_s'] or 'not timed:'} tokens/s"]
+            speed = row.get("error", "").strip().splitlines()[-1:] or ["right" if row["tokens_per_s"] is None else f"{row['tokens_per_s']} tokens/s"]
             tell(f"{row['implementation']:<18} MoE layer, {row['direction']}: {speed[0]}")
     finally:
         worlds.close()

@@ -60,6 +60,7 @@ def _communicator(rank: int, ranks: int, gpus: int, ids: Any) -> Any:
     from ncclep_py.communicator import Communicator
 
     os.environ["LOCAL_RANK"] = "0"
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))   # all ranks make their inputs at the same time
     if rank == 0:
         unique = Communicator.unique_id()
         for _ in range(ranks - 1):

@@ -111,7 +111,7 @@ def _peak(gpu: bool, subject: Any, case: Case) -> int | None:
 
 
 def run_layer(comm: Communicator, job: LayerJob, meet: Callable[[], None] | None = None) -> dict[str, Any]:
-    """Seconds of each step of the layer on this rank, and the sum of its output, for comparison."""
+    """Seconds of each step of the layer on this rank, and the mean square of its output, for comparison."""
     import torch
 
     from ncclep_py.bench.layer import EpExchange, MoELayer, SplitExchange
@@ -139,4 +139,4 @@ def run_layer(comm: Communicator, job: LayerJob, meet: Callable[[], None] | None
         times.append(time.perf_counter() - started)
     if ours:
         exchange.close()
-    return {"seconds": times[warm_up:], "sum": float(out.detach().float().sum())}
+    return {"seconds": times[warm_up:], "square": float(out.detach().float().square().mean())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,11 @@ GROUPS, CHOSEN_GROUPS = 8, 4
 
 def routing(case: Case, rank: int) -> torch.Tensor:
     """Expert ids ``[T, K]`` int64 of one rank; the same for every implementation and machine."""
+    return _seeded(case, rank).clone() if case.routing in ROUTINGS else _recorded(Path(case.routing), case, rank)
+
+
+@functools.lru_cache(maxsize=64)
+def _seeded(case: Case, rank: int) -> torch.Tensor:
     import torch
 
     from ncclep_py.testing import random_routing
@@ -41,9 +47,7 @@ def routing(case: Case, rank: int) -> torch.Tensor:
         order = torch.randperm(experts, generator=torch.Generator().manual_seed(7))
         noise = _gumbel(torch.rand(tokens, experts, generator=torch.Generator().manual_seed(rank + 99)))
         return order[(noise - torch.log(torch.arange(1, experts + 1).float())).topk(topk, 1).indices]
-    if case.routing == "group_limited":
-        return _group_limited(torch.rand(tokens, experts, generator=torch.Generator().manual_seed(rank + 5)), topk)
-    return _recorded(Path(case.routing), case, rank)
+    return _group_limited(torch.rand(tokens, experts, generator=torch.Generator().manual_seed(rank + 5)), topk)
 
 
 def _gumbel(uniform: torch.Tensor) -> torch.Tensor:
