@@ -100,6 +100,8 @@ class HTSubject(Subject):
 
     def check(self) -> bool:
         case, rank, small = self.case, self.comm.rank, oracle.is_small(self.case)
+        oracle.prepare(case, self.tokens.device)
+        self.comm.barrier()
         self.out.fill_(float("nan"))
         self.update()
         got = self.dispatch()

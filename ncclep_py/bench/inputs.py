@@ -37,10 +37,13 @@ def weights_of(case: Case, rank: int) -> torch.Tensor:
 
 
 def sent_rows(case: Case, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows and scales as they travel: `tokens` themselves, or with a recipe E4M3 and a float32 scale per 128 columns, on the device of `tokens`."""
+    """Rows and scales as they travel: `tokens` themselves, or with a recipe E4M3 and a float32 scale per 128 columns, on the device of `tokens`.
+
+    What ds_fp8 makes is worked out on the CPU, by the oracle; what a caller of quant_fwd sends may be any bits, made where they are needed.
+    """
     if case.recipe == "none":
         return tokens, None
-    rows, scales = quantize_ds_fp8(tokens.cpu())
+    rows, scales = quantize_ds_fp8(tokens.cpu() if case.recipe == "ds_fp8" else tokens)
     return rows.to(tokens.device), scales.to(tokens.device)
 
 

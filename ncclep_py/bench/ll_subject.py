@@ -90,6 +90,8 @@ class LLSubject(Subject):
 
     def check(self) -> bool:
         self.right, small = True, oracle.is_small(self.case)
+        oracle.prepare(self.case, self.tokens.device)
+        self.comm.barrier()
         for last in (False, False, True):
             self.checking = last   # looking waits for the device: the first rounds run into each other
             self.out.fill_(float("nan"))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ncclep_py.bench.case import Case
     from ncclep_py.handle import DispatchOutputs
 
-__all__ = ["agrees", "is_small"]
+__all__ = ["agrees", "is_small", "prepare"]
 
 MOST_ELEMENTS = 1 << 23
 """The oracle copies row by row; above this it would take longer than everything else."""
@@ -31,10 +31,9 @@ def is_small(case: Case) -> bool:
 def _played(case: Case, device: str) -> tuple[list[Any], list[torch.Tensor]]:
     """Everybody's dispatch and combined rows, experts the identity, on the CPU; `device` is where inputs are made."""
     ids = [routing(case, r) for r in range(case.ranks)]
-    tokens = [tokens_of(case, r, torch.device(device)).cpu() for r in range(case.ranks)]
-    sent = [sent_rows(case, x) for x in tokens]
-    rows, weights = [x for x, _ in sent], [weights_of(case, r) for r in range(case.ranks)]
-    scales = [s for _, s in sent if s is not None] or None
+    sent = [sent_rows(case, tokens_of(case, r, torch.device(device))) for r in range(case.ranks)]
+    rows, weights = [x.cpu() for x, _ in sent], [weights_of(case, r) for r in range(case.ranks)]
+    scales = [s.cpu() for _, s in sent if s is not None] or None
     if case.algorithm == "ht":
         return _high_throughput(case, ids, rows, weights, scales)
     experts, most = case.experts, case.tokens
@@ -58,6 +57,12 @@ def _high_throughput(case: Case, ids: list[torch.Tensor], rows: list[torch.Tenso
     got = reference.ht_expert_major_dispatch(zones, rows, weights, scales=scales)
     back = [turned_back(d.tokens, d.scales, case.torch_dtype()) for d in got]
     return list(got), [c.tokens for c in reference.ht_expert_major_combine(zones, back)]
+
+
+def prepare(case: Case, device: torch.device) -> None:
+    """Play a small case now, so that nobody waits for the answer between dispatch and combine, where peers wait with a deadline."""
+    if is_small(case):
+        _played(case, str(device))
 
 
 def agrees(case: Case, rank: int, received: DispatchOutputs | None, combined: torch.Tensor | None) -> bool:
