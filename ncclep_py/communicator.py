@@ -371,6 +371,22 @@ def window_of(comm: Any, num_bytes: int, device: int) -> tuple[Any, Any]:
     return buffer, comm.register_window(buffer)
 
 
+def probe(rank: int, ranks: int, local: int) -> dict[str, Any]:
+    """What NCCL says about a communicator over all ranks of torch's default process group, `network.gin_of`; collective and blocking."""
+    import torch
+    import torch.distributed as dist
+
+    nccl, box = _nccl(), [Communicator.unique_id() if rank == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    torch.cuda.set_device(local % torch.cuda.device_count())
+    torch.zeros(1, device="cuda")
+    comm = nccl.Communicator.init(nranks=ranks, rank=rank, unique_id=nccl.UniqueId.from_bytes(box[0]))
+    try:
+        return gin_of(comm)
+    finally:
+        comm.destroy()
+
+
 def create_dev_comms(ranks: Sequence[NcclRank], needs: DeviceNeeds) -> list[DeviceCommunicator]:
     """Device communicators of the ranks of this process; collective over all ranks unless `needs` asks for no network."""
     if not needs.network:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from ncclep_py.facts import gather, pair_text
 from ncclep_py.nccl_version import OLDEST_NCCL, age_problem, header_problem
+from ncclep_py.network import missing
 
 __all__ = ["CHECKS", "Finding", "add_arguments", "diagnose", "examine", "main", "show_versions"]
 
@@ -283,9 +284,22 @@ def check_ranks(facts: Facts) -> list[Finding]:
     return [Finding("error", "ranks per GPU", f"{ranks} ranks on {gpus} GPUs, but NCCL refuses a second rank on a GPU unless told", cure)]
 
 
+def check_network(facts: Facts) -> list[Finding]:
+    """What keeps NCCL from connecting several teams; a warning only where there will be several."""
+    network = facts.get("network")
+    if network is None or not facts["nccl"]["loaded"]:
+        return absent("network", "needed for several nodes", "NCCL")
+    why, cards = missing(network, facts["nccl"]["loaded"]), ", ".join(card["name"] for card in network["cards"]) or "no cards"
+    if not why:
+        return [Finding("ok", "network", cards)]
+    if not network["several_teams"]:
+        return [Finding("none", "network", f"{cards}; needed for several nodes")]
+    return [Finding("warn", "network", "; ".join(why), "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET tells what NCCL tries")]
+
+
 CHECKS: tuple[Callable[[Facts], list[Finding]], ...] = (
     check_base, check_stack, check_wheel_majors, check_torch_major, check_nccl_age, check_nccl_headers, check_nccl_copies, check_device_api,
-    check_nvjitlink, check_ltoir, check_numpy, check_driver, check_gpus, check_ranks)
+    check_nvjitlink, check_ltoir, check_numpy, check_driver, check_gpus, check_ranks, check_network)
 
 
 # ---- report -------------------------------------------------------------------------------------------------------------------------------------
@@ -331,6 +345,7 @@ def examine(facts: Facts, test: Callable[[Facts, list[Finding]], dict[str, Any]]
         "environment": facts["environment"],
         "gpus": facts["gpus"],
         "p2p": facts["p2p"],
+        "network": facts.get("network"),
         "findings": [dataclasses.asdict(finding) for finding in findings],
         "self_test": result,
         "ok": all(finding.level != "error" for finding in findings),
@@ -394,11 +409,16 @@ def show_versions() -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `doctor`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--alone", action="store_true", help="under torchrun or Slurm: look at this rank's machine only")
+    parser.add_argument("--no-connect", action="store_true", help="under torchrun or Slurm: make no NCCL communicator over all ranks")
     parser.add_argument("--ranks", type=int, help="ranks that you will start on this machine (default: what the launcher's environment says)")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the report; the exit code is 1 if there is an error."""
+    """Print the report; the exit code is 1 if there is an error. Under a launcher the report is over all ranks."""
+    ranks = importlib.import_module("ncclep_py.doctor_ranks")
+    if ranks.started_by_launcher() and not options.alone:
+        return int(ranks.main(options))
     report = examine(gather(options.ranks))
     if options.json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")

@@ -34,6 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from ncclep_py.nccl_version import version_text
+from ncclep_py.network import ENVIRONMENT as NETWORK
+from ncclep_py.network import network_facts
 
 __all__ = ["code_text", "gather", "normalised", "pair_text"]
 
@@ -369,5 +371,6 @@ def gather(ranks: int | None = None) -> dict[str, Any]:
         "gpus": attempt(lambda: [gpu_facts(driver, index) for index in range(count)]) if driver else [],
         "p2p": attempt(lambda: peer_access(driver, count)) if driver else [],
         "ranks": local_ranks() if ranks is None else ranks,
-        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        "network": network_facts(),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT + NETWORK if name in os.environ},
     }

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ncclep_py.toolchain import version_text
+from ncclep_py.nccl_version import version_text
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +38,16 @@ def _read(path: Path) -> str:
         return ""
 
 
+def several_teams(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher starts ranks on several nodes, or NCCL is told to make several teams."""
+    values = {name: int(text) for name, text in environment.items() if text.isdigit()}
+    return (values.get("WORLD_SIZE", 1) > values.get("LOCAL_WORLD_SIZE", values.get("WORLD_SIZE", 1)) or values.get("SLURM_NNODES", 1) > 1
+            or "NCCL_LSA_TEAM_SIZE" in environment)
+
+
 def network_facts(system: Path = Path("/")) -> dict[str, Any]:
-    """Network cards, kernel modules and settings of this machine, below `system`: {"cards", "peermem", "dmabuf", "gdrcopy", "environment"}."""
+    """Network cards, kernel modules and settings of this machine, below `system`:
+    {"cards": [{"name", "ports": [{"state", "rate", "link"}]}], "peermem", "gdrcopy", "several_teams", "environment"}."""
     cards = []
     folder = system / "sys" / "class" / "infiniband"
     for card in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -48,6 +56,7 @@ def network_facts(system: Path = Path("/")) -> dict[str, Any]:
         cards.append({"name": card.name, "ports": ports})
     modules = {line.split()[0] for line in _read(system / "proc" / "modules").splitlines() if line}
     return {"cards": cards, "peermem": bool(modules & {"nvidia_peermem", "nv_peer_mem"}), "gdrcopy": (system / "dev" / "gdrdrv").exists(),
+            "several_teams": several_teams(os.environ),
             "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}}
 
 

@@ -34,7 +34,7 @@ def machine(tmp_path, cards=(), modules="", gdr=False):
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    for name in network.ENVIRONMENT:
+    for name in (*network.ENVIRONMENT, "WORLD_SIZE", "SLURM_NNODES"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -47,7 +47,7 @@ def test_facts_of_a_machine_with_cards(monkeypatch, tmp_path):
 
 
 def test_facts_of_a_machine_with_nothing(tmp_path):
-    assert network_facts(tmp_path) == {"cards": [], "peermem": False, "gdrcopy": False, "environment": {}}
+    assert network_facts(tmp_path) == {"cards": [], "peermem": False, "gdrcopy": False, "several_teams": False, "environment": {}}
 
 
 @pytest.mark.parametrize(("cards", "modules", "environment", "nccl", "says"), [
