@@ -98,18 +98,19 @@ def parameters_of(name: str) -> tuple[str, ...]:
     return KERNELS[name][1]
 
 
-def _device_fingerprint(arch: str, lineinfo: bool, trace: bool = False) -> dict[str, str]:
+def _device_fingerprint(arch: str, lineinfo: bool, trace: bool = False, teams: bool = False) -> dict[str, str]:
     """Everything that decides the code of the device functions."""
     sources = digest_of("kernels/*.cu", "kernels/headers/**/*", "toolchain.py")
-    return {"arch": arch, "lineinfo": str(lineinfo), "trace": str(trace), "device sources": sources} | toolchain.versions()
+    return {"arch": arch, "lineinfo": str(lineinfo), "trace": str(trace), "teams": str(teams), "device sources": sources} | toolchain.versions()
 
 
 def fingerprint(spec: KernelSpec, arch: str, lineinfo: bool = False, trace: bool = False) -> dict[str, str]:
     """Everything that decides a kernel's code; the key of the disk cache is its digest."""
     sources = digest_of("kernels/*.py", "compiled.py", "cubin.py", "device_library.py")
     own = {"kernel": spec.name, "shape": repr(spec.shape), "kernel sources": sources}
-    own |= device_library.network_fingerprint() if device_library.uses_network(spec.name) else {}
-    return _device_fingerprint(arch, lineinfo, trace) | own | _own_sources(spec)
+    teams = device_library.uses_network(spec.name)
+    own |= device_library.network_fingerprint() if teams else {}
+    return _device_fingerprint(arch, lineinfo, trace, teams) | own | _own_sources(spec)
 
 
 def _own_sources(spec: KernelSpec) -> dict[str, str]:
@@ -122,12 +123,12 @@ def _own_sources(spec: KernelSpec) -> dict[str, str]:
     return {"factory": hashlib.sha256(code).hexdigest()}
 
 
-def device_ltoir(arch: str, lineinfo: bool, cache: KernelCache, trace: bool = False) -> bytes:
-    """The device functions as LTO-IR, through the cache."""
-    name, key = f"device_ops-{arch}", cache.key(_device_fingerprint(arch, lineinfo, trace))
+def device_ltoir(arch: str, lineinfo: bool, cache: KernelCache, trace: bool = False, teams: bool = False) -> bytes:
+    """The device functions as LTO-IR, through the cache; `teams`: for kernels over several teams of ranks."""
+    name, key = f"device_ops-{arch}", cache.key(_device_fingerprint(arch, lineinfo, trace, teams))
     found = cache.load(name, key)
     if found is None:
-        found = {}, toolchain.compile_device(arch, lineinfo=lineinfo, trace=trace)
+        found = {}, toolchain.compile_device(arch, lineinfo=lineinfo, trace=trace, teams=teams)
         cache.store(name, key, *found)
     return found[1]
 
@@ -161,10 +162,11 @@ def _compile(spec: KernelSpec, arch: str, lineinfo: bool, trace: bool) -> Compil
         info, cubin = found
         return CompiledKernel(spec.name, info["symbol"], cubin, info)
     started = time.perf_counter()
-    device = device_ltoir(arch, lineinfo, cache, trace)
+    teams = device_library.uses_network(spec.name)
+    device = device_ltoir(arch, lineinfo, cache, trace, teams)
     factory, parameters = KERNELS[spec.name]
-    network = device_library.network_parts(arch, lineinfo, cache) if device_library.uses_network(spec.name) else []
-    cubin = toolchain.link([toolchain.kernel_ltoir(factory, spec.shape, parameters, arch), device, *network], arch, lineinfo)
+    network = device_library.network_parts(arch, lineinfo, cache) if teams else []
+    cubin = toolchain.link([toolchain.kernel_ltoir(factory, spec.shape, parameters, arch, teams=teams), device, *network], arch, lineinfo)
     symbols = [s for s in cubin_file.entry_symbols(cubin) if spec.name in s]
     if len(symbols) != 1:
         raise RuntimeError(f"the cubin of {spec.name} should hold one kernel of that name, it holds {symbols}")

@@ -19,8 +19,11 @@ __all__ = ["NETWORK_SOURCES", "check_linker", "library_path", "network_fingerpri
 NETWORK_SOURCES = ("gin_ops.cu",)
 """CUDA side of the network operations, an NVRTC program of its own: it declares NCCL's functions as the library's authors compiled them."""
 
-FIRST_NCCL = 23100
-"""NCCL whose wheels have the library."""
+FIRST_NCCL = 23200
+"""NCCL whose library has all functions that ``gin_ops.cu`` calls."""
+
+FIRST_CAPABILITY = (9, 0)
+"""The library is made for no older GPU."""
 
 LIBRARY = "libnccl_device.ltoir"
 
@@ -34,9 +37,13 @@ def library_path() -> Path:
     """The library beside the NCCL headers in use; ``RuntimeError`` says what is missing."""
     include = toolchain.nccl_include()
     found = next((folder / LIBRARY for folder in (include.parent / "lib", include.parent / "lib64") if (folder / LIBRARY).is_file()), None)
+    version = toolchain.nccl_header_version(include)
+    if found is not None and version < FIRST_NCCL:
+        raise RuntimeError(f"kernels for several teams need NCCL {toolchain.version_text(FIRST_NCCL)} or newer, {found} is of "
+                           f"{toolchain.version_text(version)}: install a newer wheel, set NCCL_HOME, or use cubins made on another machine "
+                           "(python -m ncclep_py compile)")
     if found is None:
-        version = toolchain.nccl_header_version(include)
-        why = f"{toolchain.version_text(FIRST_NCCL)} is the first that brings it" if version < FIRST_NCCL else "its installation is not complete"
+        why = f"{toolchain.version_text(FIRST_NCCL)} is the first with all of it" if version < FIRST_NCCL else "its installation is not complete"
         raise RuntimeError(f"kernels for several teams need NCCL's {LIBRARY}, but NCCL {toolchain.version_text(version)} in {include.parent} has "
                            f"none: {why}. Install NVIDIA's wheel, set NCCL_HOME, or use cubins made on another machine (python -m ncclep_py compile)")
     return found
@@ -76,6 +83,9 @@ def network_parts(arch: str, lineinfo: bool, cache: KernelCache, source: str | N
     """LTO-IR of the network operations (`source`, else the package's) and of NCCL's library, to be linked with a kernel and the other operations."""
     from cuda.bindings import nvjitlink
 
+    if toolchain.capability(arch) < FIRST_CAPABILITY:
+        raise NotImplementedError(f"kernels for several teams need a GPU of compute capability 9.0 or newer, for which NCCL's {LIBRARY} is made; "
+                                  f"this one is {arch}")
     library = library_path()
     check_linker(library, _built_with(library), tuple(nvjitlink.version())[:2])
     text = source or "".join((toolchain.KERNEL_FOLDER / name).read_text() for name in NETWORK_SOURCES)

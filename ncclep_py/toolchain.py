@@ -24,6 +24,7 @@ __all__ = [
     "KERNEL_FOLDER",
     "MAX_REGISTERS",
     "OLDEST_NCCL",
+    "TEAM_SOURCES",
     "capability",
     "check_loaded_nccl",
     "chosen_compiler",
@@ -43,6 +44,9 @@ KERNEL_FOLDER = Path(__file__).parent / "kernels"
 DEVICE_SOURCES = ("lane_ops.cu", "fabric_ops.cu", "rank_ops.cu", "recipe_ops.cu", "staged_ops.cu", "ht_ops.cu",
                   "mask_ops.cu", "mask_row_ops.cu", "trace_ops.cu")
 """In the order in which they form one NVRTC program."""
+
+TEAM_SOURCES = ("net_calls.cu",)
+"""What follows them in the program for kernels over several teams of ranks."""
 
 MAX_REGISTERS = 128
 """Of a thread: 65536 registers of a multiprocessor over a block of 512."""
@@ -163,15 +167,15 @@ def kernel_compiler() -> tuple[Any, Any]:
         raise ImportError(f"compiling kernels needs {cure} ({e})") from e
 
 
-def device_source() -> str:
-    """The CUDA side of the vocabulary as one program."""
-    return "".join((KERNEL_FOLDER / name).read_text() for name in DEVICE_SOURCES)
+def device_source(teams: bool = False) -> str:
+    """The CUDA side of the vocabulary as one program; `teams`: for kernels over several teams of ranks."""
+    return "".join((KERNEL_FOLDER / name).read_text() for name in (*DEVICE_SOURCES, *(TEAM_SOURCES if teams else ())))
 
 
 def compile_device(arch: str, output: str = "ltoir", source: str | None = None, nccl: Path | None = None, lineinfo: bool = False,
-                   trace: bool = False) -> bytes:
+                   trace: bool = False, teams: bool = False) -> bytes:
     """`source`, else the package's, by NVRTC to ``ltoir`` or ``ptx``, against the NCCL headers in `nccl`, else the installed ones; `trace`: with
-    stamps.
+    stamps; `teams`: for kernels over several teams of ranks.
 
     NVRTC is called by its own binding: cuda.core's ``Program`` wants a driver to make PTX.
     """
@@ -179,8 +183,8 @@ def compile_device(arch: str, output: str = "ltoir", source: str | None = None, 
 
     folders = include_folders(nccl)
     options = ["-std=c++17", f"-arch={arch}", "-rdc=true", "-default-device", *(f"-I{f}" for f in folders)]
-    options += ["-dlto"] * (output == "ltoir") + ["-lineinfo"] * lineinfo + ["-DEP_TRACE"] * trace
-    program = _nvrtc(nvrtc.nvrtcCreateProgram((source or device_source()).encode(), b"ncclep_py.cu", 0, [], []))
+    options += ["-dlto"] * (output == "ltoir") + ["-lineinfo"] * lineinfo + ["-DEP_TRACE"] * trace + ["-DEP_TEAMS"] * teams
+    program = _nvrtc(nvrtc.nvrtcCreateProgram((source or device_source(teams)).encode(), b"ncclep_py.cu", 0, [], []))
     try:
         error, = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
         if int(error):
@@ -203,17 +207,20 @@ def _nvrtc(result: tuple) -> Any:
     return result[1] if len(result) == 2 else None
 
 
-def kernel_ltoir(factory: Callable[..., Callable[..., None]], shape: object, parameters: Sequence[str], arch: str, body: str = "") -> bytes:
-    """The kernel `factory` makes for `shape`, by numba to LTO-IR that calls the device functions by name; `body`: as a C function of that name."""
-    from ncclep_py.kernels.ops import OPS, Vocabulary
+def kernel_ltoir(factory: Callable[..., Callable[..., None]], shape: object, parameters: Sequence[str], arch: str, body: str = "",
+                 teams: bool = False) -> bytes:
+    """The kernel `factory` makes for `shape`, by numba to LTO-IR that calls the device functions by name; `body`: as a C function of that name;
+    `teams`: with the operations over several teams of ranks, too."""
+    from ncclep_py.kernels.ops import NET_OPS, OPS, Vocabulary
 
+    ops = OPS | NET_OPS if teams else OPS
     cuda, types = kernel_compiler()
-    beside = _for_mlir(cuda, {name: len(op.parameters) for name, op in OPS.items()}, arch) if chosen_compiler() == "numba-cuda-mlir" else {}
+    beside = _for_mlir(cuda, {name: len(op.parameters) for name, op in ops.items()}, arch) if chosen_compiler() == "numba-cuda-mlir" else {}
 
     def declare(name: str, arity: int) -> object:
         return cuda.declare_device(f"ep_{name}", f"int64({', '.join(['int64'] * arity)})", abi="c", **beside)
 
-    kernel = factory(shape, Vocabulary({name: declare(name, len(op.parameters)) for name, op in OPS.items()}))
+    kernel = factory(shape, Vocabulary({name: declare(name, len(op.parameters)) for name, op in ops.items()}))
     code, _ = cuda.compile(kernel, (types.int64,) * len(parameters), device=bool(body), cc=capability(arch), output="ltoir",
                            abi="c" if body else "numba", abi_info={"abi_name": body} if body else None)
     return bytes(code)

@@ -269,7 +269,7 @@ def test_an_nccl_without_the_library(monkeypatch, tmp_path):
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "nccl.h").write_text("#define NCCL_VERSION_CODE 23007\n")
     monkeypatch.setattr(toolchain, "nccl_include", lambda: tmp_path / "include")
-    with pytest.raises(RuntimeError, match="NCCL 2.30.7 in .* has none: 2.31.0 is the first that brings it.*set NCCL_HOME"):
+    with pytest.raises(RuntimeError, match="NCCL 2.30.7 in .* has none: 2.32.0 is the first with all of it.*set NCCL_HOME"):
         device_library.library_path()
 
 

@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs an extra cu12 or cu13")
 
 from ncclep_py import toolchain
-from ncclep_py.kernels.ops import OPS, Op
+from ncclep_py.kernels.ops import NET_OPS, OPS, Op
 
 POINTERS = ("word", "header", "counter", "fail", "record", "topk_idx", "tokens", "weights", "out", "table", "expert_counters",
             "heads", "arrived", "counts", "slot", "topk_weights", "slot_ids", "slot_weights", "src_rank_counters", "slot_scales", "kept", "copied",
@@ -30,6 +30,8 @@ POINTERS += ("partials", "hits", "kept_rows", "routes", "place_table", "zones", 
 POINTERS += ("joins", "details", "votes", "members", "masked_at", "outcome", "waited", "wrote", "notice")
 NOUN = {"word": "epoch", "counter": "blocks_done", "counts": "count", "heads": "head", "joins": "join", "details": "detail",
         "votes": "vote"}   # parameter -> noun, where they differ
+NETWORK = {"gin_put": "st.relaxed.sys net", "gin_put_value": "st.relaxed.sys net", "gin_signal": "st.relaxed.sys net",
+           "gin_signal_value": "ld.acquire.sys net", "gin_flushed": "ld.acquire.sys net"}   # effects of what operations may call (test_net_ptx)
 VOTES = {"ld.relaxed.sys vote", "atom.acq_rel.sys vote", "fence.sc.sys"}   # an attempt that ends early, and the vote of a rank (test_votes_are_total)
 ASIDE = {"waited": {"ld.weak waited", "st.weak waited"}, "wrote": {"st.weak wrote"},
          "notice": {"ld.volatile notice", "st.volatile notice", "membar.sys", "fence.sc.sys"}}
@@ -70,7 +72,8 @@ def parse(name: str, body: str) -> tuple[list[Instruction], dict[int, list[int]]
     follow: dict[int, list[int]] = {}
     for i, instruction in enumerate(code):
         root = instruction.op.split(".")[0]
-        assert root not in ("call", "brx"), f"ep_{name} has a {instruction.op}: an operation must be self-contained"
+        assert root != "brx" and (root != "call" or called(instruction) in NETWORK), \
+            f"ep_{name} has a {instruction.op} {instruction.operands}: an operation must be self-contained"
         after = [labels[instruction.operands]] if root == "bra" else []
         if root not in ("bra", "ret", "exit", "trap") or instruction.guarded:
             after.append(i + 1)
@@ -79,10 +82,15 @@ def parse(name: str, body: str) -> tuple[list[Instruction], dict[int, list[int]]
     return code, follow
 
 
+def called(i: Instruction) -> str:
+    """Name of the function an instruction calls."""
+    return re.search(r"\b(gin_\w+|\w+(?=,|$))", i.operands)[1]
+
+
 def annotate(name: str, code: list[Instruction]) -> None:
     """Give every instruction its effect; follows parameters through registers to the addresses made of them."""
     comes_from: dict[str, set[str]] = {}
-    parameters = OPS[name].parameters
+    parameters = (OPS | NET_OPS)[name].parameters
 
     def sources(text: str) -> set[str]:
         return set().union(*(comes_from.get(r, set()) for r in re.findall(r"%\w+|\b[lh]\b", text) if not r.startswith("%p")))
@@ -95,7 +103,7 @@ def annotate(name: str, code: list[Instruction]) -> None:
             if kind in ("st", "cp", "red", "bar", "fence", "membar", "bra", "ret"):
                 continue
             to, _, rest = i.operands.partition("}," if i.operands.startswith("{") else ",")
-            if i.op.startswith("ld.param"):
+            if i.op.startswith("ld.param") and "_param_" in rest:
                 made = {parameters[int(re.search(r"_param_(\d+)", rest)[1])]}
             elif kind in ("ld", "atom"):
                 made = {"window"} & sources(rest) if not sources(rest) & set(POINTERS) else set()
@@ -113,6 +121,8 @@ def effect(i: Instruction, sources) -> str | None:
     """The effect of one instruction."""
     words = i.op.split(".")
     kind = words[0]
+    if kind == "call":
+        return NETWORK[called(i)]
     if kind in ("bar", "barrier"):
         return "bar.warp" if "warp" in words else "bar.sync"
     if kind in ("fence", "membar"):

@@ -3,7 +3,11 @@
 #include <nccl_lsa.h>
 
 // One address per location and kernel: my own window, too, is reached through its LSA address.
+#ifdef EP_TEAMS   // several teams: NCCL counts ranks in mine, we count those of the group
+INLINE u64 peer_at(i64 window, i64 offset, i64 peer) { return (u64)ncclGetPeerPointer((ncclWindow_t)window, offset, int(peer)); }
+#else
 INLINE u64 peer_at(i64 window, i64 offset, i64 peer) { return (u64)ncclGetLsaPointer((ncclWindow_t)window, offset, int(peer)); }
+#endif
 INLINE u64 tagged(i64 epoch, u32 low) { return u64(u32(epoch)) << 32 | low; }
 INLINE i64 head_at(i64 heads, i64 num_ranks, i64 source, i64 epoch) { return heads + ((epoch & 1) * num_ranks + source) * 16; }
 

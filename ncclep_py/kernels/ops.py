@@ -20,7 +20,7 @@ from ncclep_py.kernels.ht_net_vocabulary import HT_NET_OPERATIONS, HT_NET_PARAME
 from ncclep_py.kernels.ht_vocabulary import HT_OPERATIONS, HT_PARAMETERS
 from ncclep_py.kernels.mask_vocabulary import MASK_OPERATIONS, MASK_PARAMETERS
 
-__all__ = ["HT_NET_OPS", "OPS", "PARAMETERS", "Op", "Vocabulary"]
+__all__ = ["HT_NET_OPS", "NET_OPS", "OPS", "PARAMETERS", "Op", "Vocabulary"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,6 +243,7 @@ OPS |= {op[0]: _op(*op) for op in (*MASK_OPERATIONS, *HT_OPERATIONS)}
 """All operations by name."""
 
 HT_NET_OPS: dict[str, Op] = {op[0]: _op(*op) for op in HT_NET_OPERATIONS}
+NET_OPS: dict[str, Op] = HT_NET_OPS
 """Operations of kernels over several teams, which no other kernel is linked with."""
 
 

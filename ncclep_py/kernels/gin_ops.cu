@@ -1,0 +1,52 @@
+// The network between teams of ranks, over NCCL's Device API for networks (GIN): the only device code that knows GIN's names. A program of its own,
+// linked with libnccl_device.ltoir, which holds the bodies, into kernels over several teams and into no others. What each call means: headers/gin.h.
+//
+// Memory order. Puts and signals come after a system fence of the calling thread (net_calls.cu), and NCCL is told so (FENCED): else it would add a
+// fence of its own. A signal is a *strong* one; NCCL's weak ones speak only for the put they come with. The other half is the acquiring load of the
+// signal. A word that is put carries its value in the request, so nothing has to be visible before.
+//
+// No call waits for a peer, with an exception that NCCL leaves no way around: a put or signal waits, without deadline, for room in the queue of its
+// (context, peer). Who may issue more than a queue holds must see `gin_flushed` first, which has a deadline (wait_flushed in net_calls.cu).
+#include <nccl_gin.h>
+#include <gin.h>
+
+typedef long long i64;
+typedef unsigned long long u64;
+
+const cuda::thread_scope FENCED = cuda::thread_scope_system;
+
+struct Call {   // what every call needs: a context, and that one thread calls
+  ncclDevComm const& comm;
+  alignas(16) char room[sizeof(ncclGin_C)];
+  ncclCoopAny alone;
+  __device__ __forceinline__ Call(i64 address, i64 context) : comm(*(const ncclDevComm*)address) {
+    ncclGin_C_init(net(), NCCL_GIN_BACKEND_MASK_ALL, comm, int(context));
+    ncclCoopAnyInitThread(&alone);
+  }
+  __device__ __forceinline__ ncclGin_C* net() { return (ncclGin_C*)room; }
+};
+
+NET void gin_put(i64 comm, i64 window, i64 peer, i64 context, i64 target, i64 source, i64 num_bytes) {
+  Call call(comm, context);
+  ncclGinPut_v3(call.net(), ncclTeamWorld(call.comm), int(peer), (ncclWindow_t)window, target, (ncclWindow_t)window, source, num_bytes,
+                NCCL_GIN_SIGNAL_TYPE_NONE, nullptr, 0, 0, false, ncclGinSignalAdd, 0, false, 0, call.alone, false, nullptr, FENCED, FENCED,
+                ncclGinOptFlagsDefault, ncclGinSegmentTypeDevice);
+}
+NET void gin_put_value(i64 comm, i64 window, i64 peer, i64 context, i64 target, u64 value) {
+  Call call(comm, context);
+  ncclGinPutValue_v3(call.net(), ncclTeamWorld(call.comm), int(peer), (ncclWindow_t)window, target, value, 8, NCCL_GIN_SIGNAL_TYPE_NONE, nullptr, 0, 0,
+                     false, ncclGinSignalAdd, 0, call.alone, false, nullptr, FENCED, FENCED, ncclGinOptFlagsDefault);
+}
+NET void gin_signal(i64 comm, i64 peer, i64 context, i64 signal, i64 amount) {
+  Call call(comm, context);
+  ncclGinSignal_v3(call.net(), ncclTeamWorld(call.comm), int(peer), NCCL_GIN_SIGNAL_TYPE_INDEXED, nullptr, 0, ncclGinSignal_t(signal), true,
+                   ncclGinSignalAdd, amount, call.alone, false, nullptr, FENCED, FENCED, ncclGinOptFlagsDefault);
+}
+NET u64 gin_signal_value(i64 comm, i64 context, i64 signal) {
+  Call call(comm, context);
+  return ncclGinReadSignal(call.net(), ncclGinSignal_t(signal), 64, cuda::memory_order_acquire);
+}
+NET int gin_flushed(i64 comm, i64 context) {
+  Call call(comm, context);   // 0 cycles: NCCL looks once; its deadline counts the multiprocessor's clock, ours is in nanoseconds
+  return ncclGinFlushTimeout(call.net(), call.alone, cuda::memory_order_acquire, false, nullptr, 0) == ncclSuccess;
+}

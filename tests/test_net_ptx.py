@@ -1,0 +1,209 @@
+"""The network's CUDA side as compiled: what ``gin_ops.cu`` asks of NCCL, and fences, puts, signals and waits in what operations are made of.
+
+NCCL's own functions are not looked into: that a strong signal comes after earlier puts, and that reading a signal acquires, is NCCL's word.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs an extra cu12 or cu13")
+
+import test_ptx
+
+from ncclep_py import cubin, device_library, toolchain
+from ncclep_py.kernel_cache import KernelCache
+from ncclep_py.kernels.ops import Op
+
+
+def has_library() -> bool:
+    try:
+        return bool(device_library.library_path())
+    except (RuntimeError, ImportError):
+        return False
+
+
+def sources(*names: str) -> str:
+    return "".join((toolchain.KERNEL_FOLDER / name).read_text() for name in names)
+
+
+pytestmark = pytest.mark.skipif(not has_library(), reason="NCCL here has no libnccl_device.ltoir of 2.32 or newer")
+
+# ---- gin_ops.cu ------------------------------------------------------------------------------------------------------------------
+SYSTEM, ACQUIRE, STRONG, ADD, INDEXED, NO_SIGNAL, ONE_LOOK = "0", "2", "1", "1", "2", "0", "0"
+SETUP = {"ncclGin_C_init", "ncclCoopAnyInitThread", "ncclTeamWorld"}
+ASKED: dict[str, tuple[str, dict[int, str]]] = {
+    # function: (what it calls of NCCL, and with which constants, by number of the argument)
+    "gin_put": ("ncclGinPut_v3", {8: NO_SIGNAL, 15: "0", 20: SYSTEM, 21: SYSTEM, 22: "0", 23: "0"}),
+    "gin_put_value": ("ncclGinPutValue_v3", {6: "8", 7: NO_SIGNAL, 16: SYSTEM, 17: SYSTEM, 18: "0"}),
+    "gin_signal": ("ncclGinSignal_v3", {3: INDEXED, 7: STRONG, 8: ADD, 13: SYSTEM, 14: SYSTEM, 15: "0"}),
+    "gin_signal_value": ("ncclGinReadSignal", {2: "64", 3: ACQUIRE}),
+    "gin_flushed": ("ncclGinFlushTimeout", {2: ACQUIRE, 5: ONE_LOOK}),
+}
+
+
+def gin_functions(source: str) -> dict[str, str]:
+    """Bodies of the functions of ``gin_ops.cu``."""
+    ptx = toolchain.compile_device("sm_90", "ptx", source=source).decode().rstrip("\0")
+    return {m[1]: m[2] for m in re.finditer(r"\.func\s+(?:\([^)]*\)\s*)?(gin_\w+)\(.*?\n\)?\s*\{(.*?)\n\}", ptx, re.DOTALL)}
+
+
+def gin_complaints(name: str, body: str) -> list[str]:
+    """What is wrong with one of them."""
+    asked, constants = ASKED[name]
+    wrong, others = [], []
+    for text in re.split(r"callseq \d+, 0", body)[1:]:
+        called = re.search(r"\b_Z(\d+)(\w+)", text)
+        function = called[2][:int(called[1])]
+        if function in SETUP:
+            continue
+        others.append(function)
+        given = {int(n): value for n, value in re.findall(r"st\.param\.\w+\s+\[param(\d+)\+0\],\s*(\S+?);", text)}
+        wrong += [f"argument {n} of {function} is {given.get(n)}, not {value}" for n, value in constants.items() if given.get(n) != value]
+    wrong += [f"calls {others}, not {asked}"] if others != [asked] else []
+    return wrong + re.findall(r"\b(?:fence|membar|bar|red|atom|st\.global|st\.volatile)\.[\w.]+", body)
+
+
+GIN_MUTANTS = {"a weak signal": ("gin_signal", "ncclGinSignal_t(signal), true", "ncclGinSignal_t(signal), false"),
+               "a signal that is set": ("gin_signal", "ncclGinSignalAdd, amount", "ncclGinSignalInc, amount"),
+               "a relaxed look": ("gin_signal_value", "64, cuda::memory_order_acquire", "64, cuda::memory_order_relaxed"),
+               "a short signal": ("gin_signal_value", "64, cuda", "32, cuda"),
+               "a flush that waits": ("gin_flushed", "nullptr, 0) ==", "nullptr, 1000000) =="),
+               "a word of four bytes": ("gin_put_value", "value, 8,", "value, 4,")}
+
+
+def test_gin_ops_ask_nccl_for_what_they_say():
+    source = sources("gin_ops.cu")
+    bodies = gin_functions(source)
+    assert {name: gin_complaints(name, bodies[name]) for name in bodies} == dict.fromkeys(ASKED, [])
+
+
+@pytest.mark.parametrize("whats", [("a weak signal", "a relaxed look", "a flush that waits", "a word of four bytes"),
+                                   ("a signal that is set", "a short signal")], ids=len)
+def test_gin_mutants_are_found(whats):
+    source = sources("gin_ops.cu")
+    for what in whats:
+        name, old, new = GIN_MUTANTS[what]
+        begin = source.index(f" {name}(")
+        assert old in source[begin:]
+        source = source[:begin] + source[begin:].replace(old, new, 1)
+    wrong = {name for name, body in gin_functions(source).items() if gin_complaints(name, body)}
+    assert wrong == {GIN_MUTANTS[what][0] for what in whats}
+
+
+# ---- net_calls.cu ----------------------------------------------------------------------------------------------------------------
+PROBES = {op.name: op for op in (
+    Op("probe_put", "warp", ("comm", "window", "peer", "context", "num_bytes"), ("fence.acq_rel.sys", "st.relaxed.sys net"), ""),
+    Op("probe_word", "warp", ("comm", "window", "peer", "context"), ("st.relaxed.sys net",), ""),
+    Op("probe_signal", "warp", ("comm", "peer", "context"), ("fence.acq_rel.sys", "st.relaxed.sys net"), ""),
+    Op("probe_wait", "block", ("comm", "context", "num_ranks", "timeout"), ("ld.acquire.sys net", "bar.sync"), ""),
+    Op("probe_flush", "warp", ("comm", "context", "timeout"), ("ld.acquire.sys net",), ""))}
+PROBE_SOURCE = sources("lane_ops.cu", "fabric_ops.cu", "net_calls.cu") + """
+OP ep_probe_put(i64 comm, i64 window, i64 peer, i64 context, i64 num_bytes) {
+  net_release();
+  net_put(comm, window, peer, context, 0, 64, num_bytes);
+  net_put(comm, window, peer, context, 4096, 64, num_bytes);
+  return 0;
+}
+OP ep_probe_word(i64 comm, i64 window, i64 peer, i64 context) { net_put_value(comm, window, peer, context, 8, tagged(context, 7)); return 0; }
+OP ep_probe_signal(i64 comm, i64 peer, i64 context) {
+  net_release();
+  net_signal(comm, peer, context, 3, 1);
+  return 0;
+}
+OP ep_probe_wait(i64 comm, i64 context, i64 num_ranks, i64 timeout) {
+  int code = 0;
+  if (warp() == 0) {
+    Missing m = wait_signals(comm, int(num_ranks), timeout, [&](int i) { return Awaited{context, i, 5}; });
+    code = m.index >= 0 ? TIMEOUT : 0;
+  }
+  return tell_block(code);
+}
+OP ep_probe_flush(i64 comm, i64 context, i64 timeout) { return wait_flushed(comm, context, timeout); }
+"""
+
+
+@pytest.fixture
+def probes(monkeypatch):
+    """Complaints about the probes as compiled, by name, after a change of the text."""
+    monkeypatch.setattr(test_ptx, "NET_OPS", PROBES)
+
+    def complaints(old: str = "", new: str = "") -> dict[str, list[str]]:
+        assert old in PROBE_SOURCE
+        ptx = toolchain.compile_device("sm_90", "ptx", source=PROBE_SOURCE.replace(old, new), teams=True).decode().rstrip("\0")
+        compiled = test_ptx.functions(ptx)
+        found = {name: test_ptx.complaints(op, *compiled[name]) for name, op in PROBES.items()}
+        return {name: wrong for name, wrong in found.items() if wrong}
+
+    return complaints
+
+
+@pytest.mark.parametrize("old, new, found", [
+    ("", "", set()),
+    ("{ __syncwarp(); fence_system(); }", "{ __syncwarp(); }", {"probe_put", "probe_signal"}),
+    ("  net_release();\n  net_signal(comm, peer, context, 3, 1);", "  net_signal(comm, peer, context, 3, 1);\n  net_release();", {"probe_signal"}),
+    ("TIMEOUT : 0;\n  }\n  return tell_block(code);", "TIMEOUT : 0;\n  }\n  return code;", {"probe_wait"})])
+def test_fences_and_barriers_are_in_their_places(probes, old, new, found):
+    assert probes(old, new).keys() == found
+
+
+def test_no_wait_without_a_deadline(probes):
+    """Every loop that asks NCCL reads the clock."""
+    ptx = toolchain.compile_device("sm_90", "ptx", source=PROBE_SOURCE, teams=True).decode().rstrip("\0")
+    compiled = test_ptx.functions(ptx)
+    for name in ("probe_wait", "probe_flush"):
+        code, follow = compiled[name]
+        clocks = {i for i, c in enumerate(code) if "%globaltimer" in c.operands}
+        asks = {i for i, c in enumerate(code) if c.effect == "ld.acquire.sys net"}
+        assert clocks and asks
+        for i in asks:   # an ask that comes again comes by a comparison with the deadline, or (several signals, one look) by a counter
+            again = test_ptx.reach(set(follow[i]), follow, clocks)
+            assert name == "probe_wait" or i not in again
+
+
+# ---- one team --------------------------------------------------------------------------------------------------------------------
+def test_kernels_of_one_team_know_nothing_of_teams():
+    whole = toolchain.device_source()
+    assert "gin.h" not in whole and whole.count("EP_TEAMS") == 1
+    plain = sources("lane_ops.cu", "fabric_ops.cu")
+    without = re.sub(r"#ifdef EP_TEAMS.*?#else\n(.*?)#endif\n", r"\1", plain, flags=re.DOTALL)
+    assert "EP_TEAMS" in plain and "EP_TEAMS" not in without
+    code = [toolchain.compile_device("sm_90", "ptx", source=s) for s in (plain, without)]
+    assert code[0] == code[1]
+
+
+def test_ranks_of_my_team_are_numbered_as_in_the_group():
+    def loads(teams: bool) -> int:
+        source = sources("lane_ops.cu", "fabric_ops.cu") + "OP ep_at(i64 window, i64 peer) { return peer_at(window, 64, peer); }"
+        ptx = toolchain.compile_device("sm_90", "ptx", source=source, teams=teams).decode()
+        return len(re.findall(r"\bld\.(?!param)", re.search(r"ep_at\([^{]*\{(.*?)\n\}", ptx, re.DOTALL)[1]))
+
+    assert (loads(False), loads(True)) == (2, 4)   # of the window: base and stride; and my rank in the team and in the group
+
+
+# ---- linked ----------------------------------------------------------------------------------------------------------------------
+KERNEL = """
+extern "C" __global__ void all_of_it(i64 comm, i64 window, i64 peer, i64 context, i64 num_bytes, i64 timeout, i64* out) {
+  ep_probe_put(comm, window, peer, context, num_bytes);
+  ep_probe_word(comm, window, peer, context);
+  ep_probe_signal(comm, peer, context);
+  *out = ep_probe_wait(comm, context, 8, timeout) + 2 * ep_probe_flush(comm, context, timeout);
+}
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_links_with_nccls_library(arch):
+    source = PROBE_SOURCE + KERNEL
+    parts = [toolchain.compile_device(arch, source=source, teams=True), *device_library.network_parts(arch, False, KernelCache())]
+    made = toolchain.link(parts, arch)
+    assert cubin.entry_symbols(made) == ["all_of_it"]
+    found = cubin.resources(made)
+    assert found["registers"] <= toolchain.MAX_REGISTERS and found["stack"] <= 256   # NCCL's descriptors are on the stack
+
+
+def test_an_older_gpu_is_refused():
+    with pytest.raises(NotImplementedError, match=r"compute capability 9\.0 or newer.*this one is sm_80"):
+        device_library.network_parts("sm_80", False, KernelCache())
