@@ -353,7 +353,8 @@ def test_send_only_does_the_whole_operation(slots: int, layout: Layout) -> None:
             masked = [2] if step == 1 else []
             for who, number in ((r, step), (other, step + 10)):   # two micro-batches in flight
                 tokens, ids, weights = who.inputs(number)
-                who.received = who.handle.dispatch(DispatchInputs(tokens, weights if layout is Layout.RANK_MAJOR else None), topk_idx=ids, config=send)
+                sent = DispatchInputs(tokens, weights if layout is Layout.RANK_MAJOR else None)
+                who.received = who.handle.dispatch(sent, topk_idx=ids, config=send)
                 with pytest.raises(EpError, match="handle's dispatch is in flight; call complete"):
                     who.handle._check_landed("combine")
             for who in (other, r):
