@@ -23,26 +23,16 @@ until the group is closed, tensors made inside the capture by the graph; the win
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ncclep_py.arguments import ALIGNMENT, Seen, check_ids, check_tensor, check_tokens, refusal_of, refused, stale
-from ncclep_py.config import (
-    CombineConfig,
-    CombineQuant,
-    DispatchConfig,
-    DispatchQuant,
-    ExpertIdKind,
-    HandleConfig,
-    Layout,
-    PassDir,
-    ZeroCopyMode,
-    _member,
-)
-from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, Status
+from ncclep_py.arguments import ALIGNMENT, Seen, check_tensor, refusal_of, refused
+from ncclep_py.config import CombineConfig, DispatchConfig, ExpertIdKind, HandleConfig, Layout
+from ncclep_py.errors import EpError, EpRefusedError, Status
 from ncclep_py.flight import DONE, REFUSED, SENDS, Flight, fixed_values, take_stage
-from ncclep_py.recipes import Sent, check_nvfp4, check_recipe
+from ncclep_py.handle_checks import HandleChecks, _check_kinds, _known_layout, _known_topk
+from ncclep_py.inputs_outputs import CombineInputs, CombineOutputs, DispatchInputs, DispatchOutputs, LayoutInfo
+from ncclep_py.recipes import Sent
 from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind
 
@@ -59,102 +49,7 @@ __all__ = ["CombineInputs", "CombineOutputs", "DispatchInputs", "DispatchOutputs
 PLAIN_DISPATCH, PLAIN_COMBINE = DispatchConfig(), CombineConfig()   # made once: making one costs microseconds
 
 
-@dataclasses.dataclass
-class LayoutInfo:
-    """Counts of received rows; fields a caller leaves out are allocated.
-
-    Attributes:
-        expert_counters: LL EXPERT_MAJOR, ``[L]`` int32: rows received by each local expert. HT, filled by `HTHandle.update`: tokens of each local
-            expert (FLAT), or rows of its zone with pads (EXPERT_MAJOR), within the budget.
-        src_rank_counters: LL RANK_MAJOR, ``[R]`` int32: rows received from each rank.
-        recv_topk_idx_kind: LL RANK_MAJOR and HT FLAT, numbering of received ids, the same on all ranks: from this rank's first expert (LOCAL) or the
-            group's.
-        expert_offsets: HT EXPERT_MAJOR, ``[L]``: first row of each local expert's zone, within the budget.
-        recv_total_counter: HT, ``[1]``: received rows before any drop; EXPERT_MAJOR counts pads.
-        expert_counts_unpadded: HT, ``[L]``: rows of each local expert within the budget, without pads.
-    """
-
-    expert_counters: torch.Tensor | None = None
-    src_rank_counters: torch.Tensor | None = None
-    recv_topk_idx_kind: ExpertIdKind = ExpertIdKind.AUTO
-    expert_offsets: torch.Tensor | None = None
-    recv_total_counter: torch.Tensor | None = None
-    expert_counts_unpadded: torch.Tensor | None = None
-
-
-@dataclasses.dataclass
-class DispatchInputs:
-    """What a rank sends.
-
-    Attributes:
-        tokens: ``[T, hidden]``, dtype of the group; QUANT_FWD: ``[T, W]`` of any dtype in `recipes.opaque_types`.
-        topk_weights: ``[T, K]`` float32, required by RANK_MAJOR, which carries them.
-        scales: QUANT_FWD: ``[T, S]`` of a dtype in `recipes.scale_types`; rows of both are multiples of 16 bytes.
-    """
-
-    tokens: torch.Tensor
-    topk_weights: torch.Tensor | None = None
-    scales: torch.Tensor | None = None
-
-
-@dataclasses.dataclass
-class DispatchOutputs:
-    """What a rank received.
-
-    Attributes:
-        tokens: EXPERT_MAJOR ``[L, R * M, hidden]``; rows ``[0, expert_counters[l])`` of plane l are valid, in (source rank, token, k) order,
-            others are not touched. HT ``[N, hidden]``: FLAT one row per token in (source rank, token) order, EXPERT_MAJOR a zone per local expert in
-            that order, pads zero. RANK_MAJOR ``[R, M, hidden]``; rows ``[0, src_rank_counters[s])`` of plane s are valid, in token order.
-        topk_weights: RANK_MAJOR ``[R, M, K]`` float32, all K weights of the token; rows after the valid ones are not touched. HT FLAT ``[N, K]``,
-            placed like `topk_idx`, 0 elsewhere; HT EXPERT_MAJOR ``[N]``, pads 0.
-        topk_idx: RANK_MAJOR ``[R, M, K]`` int32, the expert at each position k if it lives on this rank, else -1; rows after the valid ones are -1.
-            HT FLAT ``[N, K]`` int64: the token's experts on this rank, ascending, compacted to the left, then -1.
-        scales: QUANT_FWD, DS_FP8: placed like tokens, ``[.., S]`` of the scales' dtype or ``[.., hidden / 128]`` float32. Recipes share the slot with
-            the group's rows: tokens and scales are valid until the handle's combine is *called* with other rows, which go where they are.
-        layout_info: the counts.
-        generation: number of the dispatch that made this.
-    """
-
-    tokens: torch.Tensor = None   # type: ignore[assignment]  # set on everything dispatch returns
-    topk_weights: torch.Tensor | None = None
-    scales: torch.Tensor | None = None
-    topk_idx: torch.Tensor | None = None
-    layout_info: LayoutInfo = dataclasses.field(default_factory=LayoutInfo)
-    generation: int = 0
-
-
-@dataclasses.dataclass
-class CombineInputs:
-    """What a rank's experts computed.
-
-    Attributes:
-        tokens: same shape and row order as `DispatchOutputs.tokens`; that tensor itself or one in a window of
-            `Group.create_window` (no copy), or any other: the rows there are, counted by the tensor that dispatch left them in, are read and
-            written once more, ``2 * rows * hidden * itemsize`` bytes (not in a ``send_only`` combine, which sends them from where they are).
-            RANK_MAJOR: each row already summed over this rank's experts of the token, weights included.
-        topk_weights: for passes that need them; RANK_MAJOR ignores them.
-        scales: NVFP4: the fp32 scale of each row, ``[L, R * M, 1]`` or ``[R, M, 1]``. NVFP4 packs rows in place, so these are gone afterwards.
-    """
-
-    tokens: torch.Tensor
-    topk_weights: torch.Tensor | None = None
-    scales: torch.Tensor | None = None
-
-
-@dataclasses.dataclass
-class CombineOutputs:
-    """What a rank gets back.
-
-    Attributes:
-        tokens: ``[T, hidden]``; allocated if left out.
-        topk_weights: LL EXPERT_MAJOR: ``[T, K]`` float32 router weights. An *input*; the name is `nccl.ep`'s. RANK_MAJOR ignores it.
-    """
-
-    tokens: torch.Tensor = None   # type: ignore[assignment]  # set once combine has it
-    topk_weights: torch.Tensor | None = None
-
-
-class Handle:
+class Handle(HandleChecks):
     """Made by `Group.create_handle`.
 
     Attributes:
@@ -215,12 +110,6 @@ class Handle:
         self._topk_idx = None
         self._check_routing(topk_idx)
         self._topk_idx, self._idx_bytes = topk_idx, topk_idx.element_size()
-
-    def _check_routing(self, topk_idx: Any) -> None:
-        import torch
-
-        check_tensor("topk_idx", topk_idx, (None, self.num_topk), (torch.int32, torch.int64), self.group.comm.device, aligned=False)
-        check_tokens("topk_idx", topk_idx.shape[0], self.group.config.max_dispatch_tokens_per_rank)
 
     # ---- dispatch ----------------------------------------------------------------------------------------------------
     def dispatch(self, inputs: DispatchInputs | torch.Tensor, outputs: DispatchOutputs | None = None, layout_info: LayoutInfo | None = None,
@@ -313,82 +202,6 @@ class Handle:
             self._done("dispatch", slot, config, made)
         return made
 
-    def _check_dispatch(self, given: DispatchInputs, weights: Any, made: DispatchOutputs, counts: LayoutInfo, config: DispatchConfig,
-                        slot: int) -> Sent | None:
-        group, seen, plain = self.group, self._seen, config.quant_recipe is DispatchQuant.NONE
-        self._check_staged(config.send_only)
-        _only_plain(config.pass_direction)
-        unwanted: tuple[tuple[str, Any], ...] = (("inputs.scales", given.scales), ("outputs.scales", made.scales)) if plain else ()
-        if self._rank_major:
-            unwanted += (("layout_info.expert_counters", counts.expert_counters),)
-        else:
-            unwanted += (("inputs.topk_weights", weights), ("outputs.topk_weights", made.topk_weights), ("outputs.topk_idx", made.topk_idx),
-                         ("layout_info.src_rank_counters", counts.src_rank_counters))
-        for name, value in unwanted:
-            if value is not None:
-                _unwanted(name, value, self.layout)
-        if self._topk_idx is None:
-            raise ValueError("topk_idx must be given to create_handle, update or dispatch before a dispatch")
-        sent = None if plain else self._check_sent(given, made, config, slot)
-        if plain and (not seen.same("tokens", given.tokens) or given.tokens.shape[0] != self._topk_idx.shape[0]):
-            check_tensor("tokens", given.tokens, (None, group.config.hidden), (self._dtype,), group.comm.device)
-            check_tokens("tokens", given.tokens.shape[0], group.config.max_dispatch_tokens_per_rank)
-            check_tensor("tokens", given.tokens, (self._topk_idx.shape[0], group.config.hidden), (self._dtype,), group.comm.device)
-            self._check_outside("tokens", given.tokens)
-            seen.passed("tokens", given.tokens)
-        if plain and made.tokens is not None:
-            check_tensor("outputs.tokens", made.tokens, self._row_shape, (self._dtype,), group.comm.device)
-            self._check_place("outputs.tokens", made.tokens, slot)
-        if counts.expert_counters is not None and not seen.same("expert_counters", counts.expert_counters):
-            import torch
-
-            check_tensor("layout_info.expert_counters", counts.expert_counters, (group.map.num_local_experts,), (torch.int32,), group.comm.device,
-                         aligned=False)
-            seen.passed("expert_counters", counts.expert_counters)
-        if self._rank_major:
-            self._check_rank_major(weights, made, counts, slot)
-        if group.config.checked:
-            if group.comm.capturing():
-                raise EpError("GroupConfig.checked reads expert ids on the host, which is impossible during graph capture: capture on a group "
-                              "without it")
-            check_ids("topk_idx", self._topk_idx, group.config.num_experts)
-        return sent
-
-    def _check_sent(self, given: DispatchInputs, made: DispatchOutputs, config: DispatchConfig, slot: int) -> Sent:
-        """Check what a recipe sends and where it goes, and load its kernel, so that a device without it refuses before any rank waits."""
-        idx, device = self._topk_idx, self.group.comm.device
-        assert idx is not None   # checked before
-        sent = check_recipe(given, int(idx.shape[0]), config, self.group.config, device)
-        for name, value, dtype, width, offset in (("outputs.tokens", made.tokens, sent.dtype, sent.width, 0),
-                                                  ("outputs.scales", made.scales, sent.scale_dtype, sent.scale_width, self._scales_at(sent))):
-            if value is not None:
-                check_tensor(name, value, (*self._row_shape[:2], width), (dtype,), device)
-                self._check_place(name, value, slot, offset)
-        self._kernel(self._dispatch_name, sent.wire)
-        return sent
-
-    def _check_rank_major(self, weights: Any, made: DispatchOutputs, counts: LayoutInfo, slot: int) -> None:
-        """Check what only a RANK_MAJOR dispatch has."""
-        import torch
-
-        group, seen, idx = self.group, self._seen, self._topk_idx
-        assert idx is not None   # checked before
-        counts.recv_topk_idx_kind = _member("layout_info.recv_topk_idx_kind", ExpertIdKind, counts.recv_topk_idx_kind)
-        if weights is None:
-            raise ValueError("topk_weights must be given to a RANK_MAJOR dispatch (inputs.topk_weights or topk_weights=)")
-        if not seen.same("dispatched_weights", weights) or weights.shape[0] != idx.shape[0]:
-            check_tensor("topk_weights", weights, (idx.shape[0], self.num_topk), (torch.float32,), group.comm.device, aligned=False)
-            seen.passed("dispatched_weights", weights)
-        if counts.src_rank_counters is not None and not seen.same("src_rank_counters", counts.src_rank_counters):
-            check_tensor("layout_info.src_rank_counters", counts.src_rank_counters, (group.num_ranks,), (torch.int32,), group.comm.device,
-                         aligned=False)
-            seen.passed("src_rank_counters", counts.src_rank_counters)
-        for name, value, dtype, offset in (("outputs.topk_idx", made.topk_idx, torch.int32, group.map.recv_ids),
-                                           ("outputs.topk_weights", made.topk_weights, torch.float32, group.map.recv_weights)):
-            if value is not None:
-                check_tensor(name, value, (*self._row_shape[:2], self.num_topk), (dtype,), group.comm.device, aligned=False)
-                self._check_place(name, value, slot, offset)
-
     # ---- combine -----------------------------------------------------------------------------------------------------
     def combine(self, inputs: CombineInputs | torch.Tensor, outputs: CombineOutputs | None = None, config: CombineConfig | None = None, *,
                 topk_weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -472,68 +285,6 @@ class Handle:
             raise EpError("expert_rows needs a dispatch of this handle before it, and no combine since")
         return self._rows(self._slot)
 
-    def _check_combine(self, given: CombineInputs, made: CombineOutputs, weights: Any, config: CombineConfig, slot: int) -> None:
-        group, seen = self.group, self._seen
-        self._check_staged(config.send_only)
-        _only_plain(config.pass_direction)
-        packs = config.quant_recipe is CombineQuant.NVFP4
-        if packs:
-            if config.send_only:
-                raise ValueError("send_only combines rows as they are; leave quant_recipe out, or combine in one piece")
-            check_nvfp4(given.scales, self._row_shape[:2], group.config, group.comm)
-            self._kernel("ll_nvfp4_combine")   # loaded before any rank waits
-        for name, value in (("inputs.topk_weights", None if self._rank_major else given.topk_weights),
-                            ("inputs.scales", None if packs else given.scales)):
-            if value is not None:
-                _unwanted(name, value, self.layout)
-        if given.tokens is not self._row_views.get(slot):
-            check_tensor("inputs.tokens", given.tokens, self._row_shape, (self._dtype,), group.comm.device)
-            self._check_place("inputs.tokens", given.tokens, slot)
-        if self._packed and given.tokens.data_ptr() == self._rows(slot).data_ptr():
-            raise stale("inputs.tokens were packed by an NVFP4 combine; give other rows, or dispatch again")
-        if self._rank_major:
-            pass   # the caller's rows have their weights in them
-        elif weights is None:
-            raise ValueError("topk_weights must be given to an EXPERT_MAJOR combine (outputs.topk_weights or topk_weights=)")
-        elif not seen.same("topk_weights", weights) or weights.shape[0] != self._num_tokens:
-            import torch
-
-            check_tensor("topk_weights", weights, (self._num_tokens, self.num_topk), (torch.float32,), group.comm.device, aligned=False)
-            seen.passed("topk_weights", weights)
-        if made.tokens is not None and (not seen.same("combined", made.tokens) or made.tokens.shape[0] != self._num_tokens):
-            check_tensor("outputs.tokens", made.tokens, (self._num_tokens, group.config.hidden), (self._dtype,), group.comm.device)
-            self._check_outside("outputs.tokens", made.tokens)
-            seen.passed("combined", made.tokens)
-
-    def _check_place(self, name: str, rows: torch.Tensor, slot: int, offset: int = 0) -> None:
-        """Refuse rows that lie in the window, but not in their place in this handle's slot."""
-        plan, at = self.group.map, rows.data_ptr() - self.group.window.address
-        if 0 <= at < self.group.window.num_bytes and at != plan.slot(slot) + offset:
-            held = (at - plan.slots) // plan.slot_bytes
-            raise stale(f"{name} lies in slot {held} of the window, but this handle's last dispatch filled slot {slot}")
-
-    def _check_outside(self, name: str, value: torch.Tensor) -> None:
-        """Refuse a tensor that no peer should see."""
-        for window in (self.group.window, *self.group.user_windows):
-            if value.numel() and -value.nbytes < value.data_ptr() - window.address < window.num_bytes:
-                raise refused(ValueError(f"{name} must not lie in a window, where other ranks read and write meanwhile; give a tensor of your own"),
-                              Refusal.MEMORY)
-
-    def _place(self, name: str, rows: Any, slot: int, whole: bool) -> int:
-        """Number of the user window that `rows` fill, or -1: the rows are in the slot, or copied from or to it. `whole`: as they are, no recipe."""
-        group, mode = self.group, self.group.config.zero_copy
-        if rows is None or rows.data_ptr() == self._rows(slot).data_ptr():
-            return -1
-        index = next((i for i, w in enumerate(group.user_windows) if 0 <= rows.data_ptr() - w.address < w.num_bytes), -1)
-        if index >= 0 and rows.data_ptr() != group.user_windows[index].address:
-            at = rows.data_ptr() - group.user_windows[index].address
-            raise refused(ValueError(f"{name} must begin with the first byte of its window, got byte {at} of window {index}; create a window for "
-                                     "each tensor"), Refusal.MEMORY)
-        if mode is ZeroCopyMode.ON and (index < 0 or not whole):
-            raise refused(ValueError(f"{name} must be left out or lie in a window of Group.create_window, since zero_copy is ON; got "
-                                     f"{'rows of a recipe' if index >= 0 else 'a plain tensor'}, which would be copied"), Refusal.MEMORY)
-        return index if whole and mode is not ZeroCopyMode.OFF else -1
-
     def complete(self, config: Any = None) -> Any:
         """Enqueue the complete half of this handle's staged operation (``send_only``); without one, nothing happens. Stream-ordered.
 
@@ -601,25 +352,6 @@ class Handle:
         self.close()
 
     # ---- inside ------------------------------------------------------------------------------------------------------
-    def _check_open(self, what: str) -> None:
-        self._check_group(what)
-        if self._closed:
-            raise refused(EpClosedError(f"cannot {what}: the handle is closed"), Refusal.CLOSED)
-
-    def _check_group(self, what: str) -> None:
-        if self.group._closed:
-            raise EpClosedError(f"cannot {what}: the group is closed")
-
-    def _check_landed(self, what: str) -> None:
-        if self._flight is not None and self._flight.name == REFUSED:
-            self.complete()
-        if self._flight is not None:
-            flies = "combine" if "combine" in self._flight.name else "dispatch"
-            raise refused(EpError(f"cannot {what}: the handle's {flies} is in flight; call complete() first, or use another handle"), Refusal.ORDER)
-
-    def _check_staged(self, send_only: bool) -> None:
-        if send_only and not self.group.staging_owner and not self.group.config.enable_mask:
-            raise ValueError("send_only needs staging slots: set GroupConfig.num_staging_slots, two per operation in flight")
 
     def _copy_all(self, copies: Sequence[tuple[Any, Any]]) -> None:
         """Copy between slots and plain tensors ``[planes, rows, width]``: of rows of whole vectors those that were received, else everything."""
@@ -648,50 +380,6 @@ class Handle:
                                   "or set GroupConfig.num_slots higher"), Refusal.ORDER)
         self.group.slot_owner[slot], self.group.slot_combined[slot], self._slot = self.id, False, slot
         return slot
-
-    def _rows(self, slot: int) -> torch.Tensor:
-        """The rows of a slot, ``[L, R * M, hidden]`` or ``[R, M, hidden]``, the same tensor object unless something wrote a graph into it."""
-        rows = self._row_views.get(slot)
-        if rows is None or rows.requires_grad:
-            begin = self.group.map.slot(slot)
-            size = self._row_shape[0] * self._row_shape[1] * self.group.config.row_bytes
-            rows = self._row_views[slot] = self.group.window.memory[begin: begin + size].view(self._dtype).view(self._row_shape)
-        return rows
-
-    def _scales_at(self, sent: Sent) -> int:
-        """Offset of received scales in a slot."""
-        return self._row_shape[0] * self._row_shape[1] * sent.wire.sent_bytes
-
-    def _sent(self, slot: int, offset: int, dtype: Any, width: int) -> torch.Tensor:
-        """Rows of `width` elements at `offset` of a slot, in planes."""
-        key = (slot, offset, dtype, width)
-        view = self._sent_views.get(key)
-        if view is None:
-            planes, rows = self._row_shape[:2]
-            begin, size = self.group.map.slot(slot) + offset, planes * rows * width * dtype.itemsize
-            view = self._sent_views[key] = self.group.window.memory[begin: begin + size].view(dtype).view(planes, rows, width)
-        return view
-
-    def _routing(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Received ids and weights of a slot, ``[R, M, K]`` each."""
-        import torch
-
-        views = self._routing_views.get(slot)
-        if views is None:
-            plan, shape = self.group.map, (*self._row_shape[:2], self.num_topk)
-            size = 4 * plan.plane_rows * self.num_topk
-
-            def view(offset: int, dtype: torch.dtype) -> torch.Tensor:
-                begin = plan.slot(slot) + offset
-                return self.group.window.memory[begin: begin + size].view(dtype).view(shape)
-
-            views = self._routing_views[slot] = view(plan.recv_ids, torch.int32), view(plan.recv_weights, torch.float32)
-        return views
-
-    def _new(self, shape: Sequence[int], dtype: str | None) -> torch.Tensor:
-        import torch
-
-        return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else self._dtype, device=self.group.comm.device)
 
     def _kernel(self, name: str, wire: Wire | None = None) -> Kernel:
         return self.group.kernel(name, self.num_topk, self._idx_bytes if name in (self._dispatch_name, self._send_name) else 8, self.layout, wire)
@@ -771,38 +459,3 @@ class _Refusing:
                 pass
         elif error is not None and self.name == "ll_combine_send":   # no operation: nothing flies
             self.handle.group.staging_owner[self.handle._stage] = 0
-
-
-def _known_layout(layout: Layout) -> Layout:
-    layout = _member("layout", Layout, layout)
-    if layout is Layout.UNSET:
-        raise ValueError("layout must be set, got Layout.UNSET")
-    if layout is Layout.FLAT:
-        raise ValueError("layout must be EXPERT_MAJOR or RANK_MAJOR for a LOW_LATENCY group, got FLAT")
-    return layout
-
-
-def _known_topk(num_topk: int | None, most: int) -> int:
-    if isinstance(num_topk, bool) or not isinstance(num_topk, int):
-        raise TypeError(f"num_topk must be an int, got {type(num_topk).__name__}")
-    if not 1 <= num_topk <= most:
-        raise ValueError(f"num_topk must be in [1, {most}] (GroupConfig.num_topk), got {num_topk}")
-    return num_topk
-
-
-def _check_kinds(*arguments: tuple[str, Any, type]) -> None:
-    for name, value, kind in arguments:
-        if value is not None and not isinstance(value, kind):
-            raise refused(TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}"), Refusal.TYPE)
-
-
-def _unwanted(name: str, value: object, layout: Layout) -> None:
-    raise ValueError(f"{name} must be left out of a LOW_LATENCY {layout.name} operation, got {type(value).__name__}")
-
-
-def _only_plain(direction: PassDir) -> None:
-    """Refuse what does not exist in LOW_LATENCY."""
-    if direction is not PassDir.FWD:
-        raise ValueError(f"pass_direction must be FWD in LOW_LATENCY, got {PassDir(direction).name}")
-
-

@@ -31,8 +31,9 @@ from ncclep_py.config import (
     _member,
 )
 from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, EpStaleError, Status
-from ncclep_py.handle import CombineInputs, CombineOutputs, DispatchInputs, DispatchOutputs, LayoutInfo, _check_kinds, _known_topk
+from ncclep_py.handle_checks import _check_kinds, _known_topk
 from ncclep_py.ht_memory_map import AUTO_ALIGNMENT, HTMaps
+from ncclep_py.inputs_outputs import CombineInputs, CombineOutputs, DispatchInputs, DispatchOutputs, LayoutInfo
 from ncclep_py.kernels.shape import Wire
 from ncclep_py.recipes import Sent, check_recipe
 from ncclep_py.refusal import Refusal
