@@ -16,6 +16,7 @@ from ncclep_py.__main__ import main as command_line
 from ncclep_py.bench import ht_subject, inputs, ll_subject, oracle
 from ncclep_py.bench import routing as routings
 from ncclep_py.bench import subject as subjects
+from ncclep_py.bench.arrivals import ht_arrived, ll_arrived
 from ncclep_py.bench.case import Case
 from ncclep_py.bench.ht_subject import HTSubject
 from ncclep_py.bench.ll_subject import LLSubject
@@ -106,6 +107,31 @@ def test_one_wrong_received_value_is_seen_by_either_check(kind: dict[str, Any], 
         assert checked(case, functools.partial(spoil, name))[0] is False, name
     if not small:
         assert checked(case, lambda subject: setattr(subject, "everybody", [ids.flip(0) for ids in subject.everybody])) == [False, False]
+
+
+@pytest.mark.parametrize(("kind", "spoil"), [
+    ({}, lambda got: got.layout_info.expert_counters.add_(1)), ({"layout": "rank_major"}, lambda got: got.layout_info.src_rank_counters.add_(1)),
+    ({"algorithm": "ht", "layout": "flat"}, lambda got: got.layout_info.recv_total_counter.add_(1)),
+    ({"algorithm": "ht", "alignment": 4}, lambda got: got.tokens[got.layout_info.expert_counts_unpadded[0]].add_(1)),
+    ({"algorithm": "ht", "alignment": 4}, lambda got: got.topk_weights[got.layout_info.expert_counts_unpadded[0]:][:1].add_(1))])
+def test_wrong_counts_and_pads_are_seen(kind: dict[str, Any], spoil: Any) -> None:
+    case = dataclasses.replace(TOY, **kind)
+
+    def program(comm: Any) -> tuple[bool, bool]:
+        subject: Any = (LLSubject if case.algorithm == "ll" else HTSubject)(comm, case)
+        dispatched = subject.dispatch()
+        arrived = functools.partial(ll_arrived, case, subject.everybody, comm.rank)
+        if case.algorithm == "ht":
+            arrived = functools.partial(ht_arrived, case, subject.everybody, comm.rank, subject.sources)
+            assert comm.rank or not case.alignment or int(dispatched.layout_info.expert_counts_unpadded[0]) % 4
+        before = arrived(dispatched)
+        spoil(dispatched)
+        after = arrived(dispatched)
+        subject.close()
+        return before, after
+
+    with LocalWorld(2, "sim") as world:
+        assert world.run(program)[0] == (True, False)
 
 
 @pytest.mark.parametrize("kind", [{}, {"layout": "rank_major"}, {"algorithm": "ht", "layout": "flat"},

@@ -220,3 +220,26 @@ def test_a_layer_that_gives_something_else_is_an_error(other: float, wrong: bool
         ("ncclep_py", "forward", False), ("ncclep_py", "forward+backward", False),
         ("all_to_all_single", "forward", wrong), ("all_to_all_single", "forward+backward", wrong)]
     assert rows[0]["tokens_per_s"] == 20
+
+
+def test_processes_change_with_who_is_played_and_by_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Stand:
+        def __init__(self, *wanted: int) -> None:
+            self.wanted, self.closed = wanted, False
+            made.append(self)
+
+        def run(self, run: Any, job: Any) -> list[dict[str, Any]]:
+            return [{"by": made.index(self)}]
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr(processes, "ProcessWorld", Stand)
+    worlds, case = Worlds(), dataclasses.replace(TOY, mode="processes")
+    four = dataclasses.replace(case, ranks=4)
+    by = [worlds.answers(PairJob(played, name), run_pair)[0]["by"] for played, name in (
+        (case, "ncclep_py"), (case, "ncclep_py"), (four, "ncclep_py"), (four, "all_to_all_single"), (four, "nccl.ep"), (four, "nccl.ep"))]
+    assert by == [0, 0, 1, 2, 3, 4] and [world.wanted for world in made] == [(2, 1), (4, 1), (4, 1), (4, 1), (4, 1)]
+    assert all(world.closed for world in made) and worlds.processes is None
