@@ -116,6 +116,15 @@ def run(ranks: int, program: Callable[..., Any], **world: Any) -> list[Any]:
         return w.run(program)
 
 
+def in_group(ranks: int, cfg: GroupConfig, program: Callable[..., Any], **world: Any) -> list[Any]:
+    """What `program(comm, group)` returns on every rank."""
+    def whole(comm: Any) -> Any:
+        with Group.create(comm, cfg) as group:
+            return program(comm, group)
+
+    return run(ranks, whole, **world)
+
+
 def handle_of(group: Group, topk: int = TOPK) -> Any:
     return group.create_handle(Layout.EXPERT_MAJOR, num_topk=topk)
 
@@ -126,18 +135,17 @@ def epoch_of(group: Group) -> int:
 
 def steps(cfg: GroupConfig, cases: Sequence[Case], *, epoch: int | None = None, world: dict[str, Any] | None = None) -> None:
     """Run the cases one after the other on one handle."""
-    def program(comm: Any) -> int:
-        with Group.create(comm, cfg) as group:
-            if epoch is not None:
-                group.start_at(epoch)
-                comm.barrier()
-            handle = handle_of(group, int(cases[0].ids[0].shape[1]))
-            for case in cases:
-                case.step(comm.rank, handle)
-            group.check()
-            return epoch_of(group)
+    def program(comm: Any, group: Group) -> int:
+        if epoch is not None:
+            group.start_at(epoch)
+            comm.barrier()
+        handle = handle_of(group, int(cases[0].ids[0].shape[1]))
+        for case in cases:
+            case.step(comm.rank, handle)
+        group.check()
+        return epoch_of(group)
 
-    ends = run(cases[0].ranks, program, **(world or {}))
+    ends = in_group(cases[0].ranks, cfg, program, **(world or {}))
     assert ends == [((1 if epoch is None else epoch) + 2 * len(cases)) % 2**32] * cases[0].ranks
 
 
@@ -246,13 +254,12 @@ def test_tokens_keep_every_bit() -> None:
         tokens[1][t, ::3] = patterns[t].view(torch.bfloat16)
     case = Case(cfg, [8] * 3, tokens=tokens, dropped=0.0)
 
-    def program(comm: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        with Group.create(comm, cfg) as group:
-            got = case.dispatch(comm.rank, handle := handle_of(group, 1))
-            rows = got.tokens.clone()
-            return rows, handle.combine(got.tokens, topk_weights=torch.ones(8, 1))
+    def program(comm: Any, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        got = case.dispatch(comm.rank, handle := handle_of(group, 1))
+        rows = got.tokens.clone()
+        return rows, handle.combine(got.tokens, topk_weights=torch.ones(8, 1))
 
-    results = run(3, program)
+    results = in_group(3, cfg, program)
     sent = torch.cat([t for t in tokens]).view(torch.int16)
     rows = torch.cat([rows[i, : int(case.received[r].expert_counters[i])] for r, (rows, _) in enumerate(results) for i in range(2)]).view(torch.int16)
     assert sorted(map(tuple, rows.tolist())) == sorted(map(tuple, sent.tolist()))
@@ -270,15 +277,14 @@ def test_nan_in_one_token_stays_there_and_unused_rows_do_not_leak() -> None:
     for w in case.weights:
         w.nan_to_num_(0.25)
 
-    def program(comm: Any) -> torch.Tensor:
-        with Group.create(comm, cfg) as group:
-            handle = handle_of(group)
-            got = case.dispatch(comm.rank, handle)
-            for expert, n in enumerate(got.layout_info.expert_counters.tolist()):
-                got.tokens[expert, n:] = float("nan")
-            return handle.combine(case.experts(comm.rank, got), topk_weights=case.weights[comm.rank])
+    def program(comm: Any, group: Group) -> torch.Tensor:
+        handle = handle_of(group)
+        got = case.dispatch(comm.rank, handle)
+        for expert, n in enumerate(got.layout_info.expert_counters.tolist()):
+            got.tokens[expert, n:] = float("nan")
+        return handle.combine(case.experts(comm.rank, got), topk_weights=case.weights[comm.rank])
 
-    for r, out in enumerate(run(3, program)):
+    for r, out in enumerate(in_group(3, cfg, program)):
         assert torch.allclose(out, case.combined[r], rtol=0, atol=0, equal_nan=True)   # the payload of a sum's NaN is nobody's promise
         bad = (~out.isfinite()).any(1).nonzero().flatten().tolist()
         used = (case.ids[r] >= 0).any(1)
@@ -299,21 +305,20 @@ def test_overflow_is_raised_after_the_fact_and_the_rest_is_right() -> None:
     over, good = Case(cfg, [8] * 3, ids=[ids] * 3), Case(cfg, [8, 2, 0])
     assert [w.overflow > 0 for w in over.received] == [False, True, True]
 
-    def program(comm: Any) -> str:
-        with Group.create(comm, cfg) as group:
-            handle = handle_of(group, 4)
-            got = over.dispatch(comm.rank, handle)
-            message = ""
-            try:
-                group.check()
-            except EpOverflowError as e:
-                message = str(e)
-            over.combine(comm.rank, handle, over.experts(comm.rank, got))
-            good.step(comm.rank, handle)
+    def program(comm: Any, group: Group) -> str:
+        handle = handle_of(group, 4)
+        got = over.dispatch(comm.rank, handle)
+        message = ""
+        try:
             group.check()
-            return message
+        except EpOverflowError as e:
+            message = str(e)
+        over.combine(comm.rank, handle, over.experts(comm.rank, got))
+        good.step(comm.rank, handle)
+        group.check()
+        return message
 
-    messages = run(3, program)
+    messages = in_group(3, cfg, program)
     assert messages[0] == ""
     for r in (1, 2):
         assert f"rank {r}" in messages[r] and "expert of rank 1" in messages[r] and "beyond its 24 rows" in messages[r]
@@ -323,21 +328,20 @@ def test_overflow_not_asked_for_is_raised_by_a_later_call_and_nothing_hangs() ->
     cfg = config(topk=4)
     over, good = Case(cfg, [8] * 3, ids=[torch.tensor([[3, 3, 3, -1]] * 8)] * 3), Case(cfg, [8, 2, 0])
 
-    def program(comm: Any) -> tuple[str, int]:
-        with Group.create(comm, cfg) as group:
-            handle = handle_of(group, 4)
-            got = handle.dispatch(over.tokens[comm.rank], topk_idx=over.ids[comm.rank])
-            raised = ""
-            try:
-                handle.combine(got.tokens, topk_weights=over.weights[comm.rank])
-                group.check()
-            except EpError as e:
-                raised = type(e).__name__
-            epoch = epoch_of(group)
-            good.step(comm.rank, handle)
-            return raised, epoch
+    def program(comm: Any, group: Group) -> tuple[str, int]:
+        handle = handle_of(group, 4)
+        got = handle.dispatch(over.tokens[comm.rank], topk_idx=over.ids[comm.rank])
+        raised = ""
+        try:
+            handle.combine(got.tokens, topk_weights=over.weights[comm.rank])
+            group.check()
+        except EpError as e:
+            raised = type(e).__name__
+        epoch = epoch_of(group)
+        good.step(comm.rank, handle)
+        return raised, epoch
 
-    results = run(3, program)
+    results = in_group(3, cfg, program)
     assert results[1][0] == results[2][0] == "EpOverflowError" and len({epoch for _, epoch in results}) == 1
 
 
@@ -352,37 +356,35 @@ def test_refusal_next_to_the_wrap(start: int) -> None:
     cfg = config()
     case = Case(cfg, [8, 2, 5])
 
-    def program(comm: Any) -> int:
-        with Group.create(comm, cfg) as group:
-            group.start_at(start)
-            comm.barrier()
-            handle = handle_of(group)
-            case.step(comm.rank, handle)
-            with pytest.raises(TypeError if comm.rank == 1 else EpRefusedError):
-                handle.dispatch(case.tokens[comm.rank].double() if comm.rank == 1 else case.tokens[comm.rank], topk_idx=case.ids[comm.rank])
-            case.step(comm.rank, handle)
-            return epoch_of(group)
+    def program(comm: Any, group: Group) -> int:
+        group.start_at(start)
+        comm.barrier()
+        handle = handle_of(group)
+        case.step(comm.rank, handle)
+        with pytest.raises(TypeError if comm.rank == 1 else EpRefusedError):
+            handle.dispatch(case.tokens[comm.rank].double() if comm.rank == 1 else case.tokens[comm.rank], topk_idx=case.ids[comm.rank])
+        case.step(comm.rank, handle)
+        return epoch_of(group)
 
-    assert run(3, program) == [(start + 5) % 2**32] * 3
+    assert in_group(3, cfg, program) == [(start + 5) % 2**32] * 3
 
 
 def test_a_failure_is_forgotten_when_its_epoch_comes_again() -> None:
     cfg = config()
     case = Case(cfg, [8, 2, 5])
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle = handle_of(group)
-            case.step(comm.rank, handle)
-            with pytest.raises(TypeError if comm.rank == 1 else EpRefusedError):   # operation 3
-                handle.dispatch(case.tokens[comm.rank].double() if comm.rank == 1 else case.tokens[comm.rank])
-            comm.barrier()
-            group.start_at(3)   # as 2^32 good operations would leave it
-            comm.barrier()
-            case.step(comm.rank, handle)
-            group.check()
+    def program(comm: Any, group: Group) -> None:
+        handle = handle_of(group)
+        case.step(comm.rank, handle)
+        with pytest.raises(TypeError if comm.rank == 1 else EpRefusedError):   # operation 3
+            handle.dispatch(case.tokens[comm.rank].double() if comm.rank == 1 else case.tokens[comm.rank])
+        comm.barrier()
+        group.start_at(3)   # as 2^32 good operations would leave it
+        comm.barrier()
+        case.step(comm.rank, handle)
+        group.check()
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 @pytest.mark.parametrize("epoch", [-1, 2**32, 1.0])
@@ -410,73 +412,69 @@ def test_outputs_given_as_plain_tensors() -> None:
     cfg = config()
     cases = [Case(cfg, [8, 0, 5], seed=s) for s in range(3)]
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle, shape = handle_of(group), (2, 24, HIDDEN)
-            for case in cases:
-                rows, counters = torch.full(shape, 7, dtype=torch.bfloat16), torch.full((2,), -5, dtype=INT)
-                given = DispatchOutputs(rows, layout_info=LayoutInfo(counters))
-                got = case.dispatch(comm.rank, handle, outputs=given)
-                assert got is given and got.tokens is rows and got.layout_info.expert_counters is counters and got.generation > 0
-                out = torch.full((len(case.tokens[comm.rank]), HIDDEN), 7, dtype=torch.bfloat16)
-                made = CombineOutputs(out, case.weights[comm.rank])
-                assert handle.combine(CombineInputs(case.experts(comm.rank, got)), made) is out
-                case.check_combined(comm.rank, out)
-                assert made.tokens is out
+    def program(comm: Any, group: Group) -> None:
+        handle, shape = handle_of(group), (2, 24, HIDDEN)
+        for case in cases:
+            rows, counters = torch.full(shape, 7, dtype=torch.bfloat16), torch.full((2,), -5, dtype=INT)
+            given = DispatchOutputs(rows, layout_info=LayoutInfo(counters))
+            got = case.dispatch(comm.rank, handle, outputs=given)
+            assert got is given and got.tokens is rows and got.layout_info.expert_counters is counters and got.generation > 0
+            out = torch.full((len(case.tokens[comm.rank]), HIDDEN), 7, dtype=torch.bfloat16)
+            made = CombineOutputs(out, case.weights[comm.rank])
+            assert handle.combine(CombineInputs(case.experts(comm.rank, got)), made) is out
+            case.check_combined(comm.rank, out)
+            assert made.tokens is out
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_outputs_omitted_lie_in_the_window_and_are_kept() -> None:
     cfg = config()
     case = Case(cfg, [8, 0, 5])
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle = handle_of(group)
-            first = case.dispatch(comm.rank, handle)
-            assert first.tokens.shape == (2, 24, HIDDEN) and first.tokens.data_ptr() == group.window.address + group.map.slot(0)
-            case.combine(comm.rank, handle, case.experts(comm.rank, first))
-            counters = LayoutInfo()
-            again = handle.dispatch(DispatchInputs(case.tokens[comm.rank]), layout_info=counters)   # the routing is kept, too
-            assert again.tokens is first.tokens and again.layout_info is counters and again.generation == first.generation + 1
-            case.check_rows(comm.rank, again)
-            out = case.combine(comm.rank, handle, case.experts(comm.rank, again))
-            assert out.data_ptr() != first.tokens.data_ptr()
+    def program(comm: Any, group: Group) -> None:
+        handle = handle_of(group)
+        first = case.dispatch(comm.rank, handle)
+        assert first.tokens.shape == (2, 24, HIDDEN) and first.tokens.data_ptr() == group.window.address + group.map.slot(0)
+        case.combine(comm.rank, handle, case.experts(comm.rank, first))
+        counters = LayoutInfo()
+        again = handle.dispatch(DispatchInputs(case.tokens[comm.rank]), layout_info=counters)   # the routing is kept, too
+        assert again.tokens is first.tokens and again.layout_info is counters and again.generation == first.generation + 1
+        case.check_rows(comm.rank, again)
+        out = case.combine(comm.rank, handle, case.experts(comm.rank, again))
+        assert out.data_ptr() != first.tokens.data_ptr()
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_outputs_object_reused_in_a_loop() -> None:
     cfg = config()
     cases = [Case(cfg, [8, s, 5], seed=s) for s in range(4)]
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle, outputs = handle_of(group), None
-            for case in cases:
-                outputs = case.dispatch(comm.rank, handle, outputs=outputs)
-                case.combine(comm.rank, handle, case.experts(comm.rank, outputs))
+    def program(comm: Any, group: Group) -> None:
+        handle, outputs = handle_of(group), None
+        for case in cases:
+            outputs = case.dispatch(comm.rank, handle, outputs=outputs)
+            case.combine(comm.rank, handle, case.experts(comm.rank, outputs))
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_a_temporary_routing_is_kept_alive() -> None:
     cfg = config()
     case = Case(cfg, [8, 3, 5])
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle = handle_of(group)
-            handle.update(case.ids[comm.rank].clone())
-            gc.collect()
-            junk = [torch.full_like(case.ids[comm.rank], 5) for _ in range(20)]
-            got = handle.dispatch(case.tokens[comm.rank].clone())
-            case.check_rows(comm.rank, got)
-            case.combine(comm.rank, handle, case.experts(comm.rank, got))
-            del junk
+    def program(comm: Any, group: Group) -> None:
+        handle = handle_of(group)
+        handle.update(case.ids[comm.rank].clone())
+        gc.collect()
+        junk = [torch.full_like(case.ids[comm.rank], 5) for _ in range(20)]
+        got = handle.dispatch(case.tokens[comm.rank].clone())
+        case.check_rows(comm.rank, got)
+        case.combine(comm.rank, handle, case.experts(comm.rank, got))
+        del junk
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_combine_from_the_view_from_a_plain_tensor_and_twice() -> None:
@@ -484,21 +482,20 @@ def test_combine_from_the_view_from_a_plain_tensor_and_twice() -> None:
     cfg = config()
     case, other = Case(cfg, [8, 3, 5]), Case(cfg, [8, 3, 5], seed=3)
 
-    def program(comm: Any) -> int:
-        with Group.create(comm, cfg) as group:
-            handle, r = handle_of(group), comm.rank
-            got = case.dispatch(r, handle)
-            raw = got.tokens.clone()
-            rows = case.experts(r, got)
-            case.combine(r, handle, rows)
-            case.combine(r, handle, rows)
-            doubled = handle.combine(case.experts(r, DispatchOutputs(raw.clone())) * 2, topk_weights=case.weights[r])
-            equal(doubled, case.combined[r] * 2, "a plain tensor's rows")
-            case.combine(r, handle, case.experts(r, DispatchOutputs(raw)))
-            other.step(r, handle)
-            return epoch_of(group)
+    def program(comm: Any, group: Group) -> int:
+        handle, r = handle_of(group), comm.rank
+        got = case.dispatch(r, handle)
+        raw = got.tokens.clone()
+        rows = case.experts(r, got)
+        case.combine(r, handle, rows)
+        case.combine(r, handle, rows)
+        doubled = handle.combine(case.experts(r, DispatchOutputs(raw.clone())) * 2, topk_weights=case.weights[r])
+        equal(doubled, case.combined[r] * 2, "a plain tensor's rows")
+        case.combine(r, handle, case.experts(r, DispatchOutputs(raw)))
+        other.step(r, handle)
+        return epoch_of(group)
 
-    assert run(3, program) == [1 + 1 + 1 + 3 * 2 + 2] * 3
+    assert in_group(3, cfg, program) == [1 + 1 + 1 + 3 * 2 + 2] * 3
 
 
 def test_rows_that_need_gradients_neither_raise_nor_stick() -> None:
@@ -506,27 +503,26 @@ def test_rows_that_need_gradients_neither_raise_nor_stick() -> None:
     cfg = config()
     case = Case(cfg, [8, 3, 5])
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle, r = handle_of(group), comm.rank
-            one = torch.ones(HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-            got = case.dispatch(r, handle)
-            out = case.combine(r, handle, case.experts(r, DispatchOutputs(got.tokens.clone())) * one)
-            assert not got.tokens.requires_grad and not handle._rows(0).requires_grad
-            again = case.dispatch(r, handle)
-            assert not out.requires_grad and not again.tokens.requires_grad
-            for i in range(2):
-                again.tokens[i] = case.experts(r, DispatchOutputs(again.tokens.detach().clone()))[i] * one
-            case.combine(r, handle, again.tokens)
-            third = case.dispatch(r, handle)
-            assert not third.tokens.requires_grad and third.tokens.grad_fn is None
-            case.combine(r, handle, case.experts(r, third))
-            got = handle.dispatch(case.tokens[r].clone().requires_grad_())
-            case.check_rows(r, got)
-            assert not got.tokens.requires_grad
-            equal(handle.combine(case.experts(r, got), topk_weights=case.weights[r].clone().requires_grad_()), case.combined[r], "weights")
+    def program(comm: Any, group: Group) -> None:
+        handle, r = handle_of(group), comm.rank
+        one = torch.ones(HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        got = case.dispatch(r, handle)
+        out = case.combine(r, handle, case.experts(r, DispatchOutputs(got.tokens.clone())) * one)
+        assert not got.tokens.requires_grad and not handle._rows(0).requires_grad
+        again = case.dispatch(r, handle)
+        assert not out.requires_grad and not again.tokens.requires_grad
+        for i in range(2):
+            again.tokens[i] = case.experts(r, DispatchOutputs(again.tokens.detach().clone()))[i] * one
+        case.combine(r, handle, again.tokens)
+        third = case.dispatch(r, handle)
+        assert not third.tokens.requires_grad and third.tokens.grad_fn is None
+        case.combine(r, handle, case.experts(r, third))
+        got = handle.dispatch(case.tokens[r].clone().requires_grad_())
+        case.check_rows(r, got)
+        assert not got.tokens.requires_grad
+        equal(handle.combine(case.experts(r, got), topk_weights=case.weights[r].clone().requires_grad_()), case.combined[r], "weights")
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 # ---- several handles ------------------------------------------------------------------------------------------------------
@@ -536,21 +532,20 @@ def test_two_handles_with_different_topk(order: str) -> None:
     rounds = [{"A": Case(cfg, [(3 * r + s) % 9 for r in range(3)], topk=1, seed=s),
                "B": Case(cfg, [(5 * r + s + 2) % 9 for r in range(3)], topk=3, seed=s + 50)} for s in range(4)]
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handles, live = {"A": handle_of(group, 1), "B": handle_of(group, 3)}, {}
-            for cases in rounds:
-                for name, what in order.split():
-                    if what == "d":
-                        live[name] = cases[name].dispatch(comm.rank, handles[name])
-                        cases[name].experts(comm.rank, live[name])
-                    else:
-                        cases[name].combine(comm.rank, handles[name], live[name].tokens)
-                if order.startswith("Ad Bd"):
-                    assert live["A"].tokens.data_ptr() != live["B"].tokens.data_ptr()
-            group.check()
+    def program(comm: Any, group: Group) -> None:
+        handles, live = {"A": handle_of(group, 1), "B": handle_of(group, 3)}, {}
+        for cases in rounds:
+            for name, what in order.split():
+                if what == "d":
+                    live[name] = cases[name].dispatch(comm.rank, handles[name])
+                    cases[name].experts(comm.rank, live[name])
+                else:
+                    cases[name].combine(comm.rank, handles[name], live[name].tokens)
+            if order.startswith("Ad Bd"):
+                assert live["A"].tokens.data_ptr() != live["B"].tokens.data_ptr()
+        group.check()
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_a_ladder_of_handles_one_per_token_count() -> None:
@@ -559,57 +554,54 @@ def test_a_ladder_of_handles_one_per_token_count() -> None:
     cases = {n: Case(cfg, [n, max(0, n - 1), n], seed=n) for n in sizes}
     order = [8, 1, 4, 2, 2, 8, 4, 1, 1, 8]
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handles = {n: handle_of(group) for n in sizes}
-            for n in order:
-                cases[n].step(comm.rank, handles[n])
+    def program(comm: Any, group: Group) -> None:
+        handles = {n: handle_of(group) for n in sizes}
+        for n in order:
+            cases[n].step(comm.rank, handles[n])
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_all_slots_busy_is_said_and_closing_or_combining_frees_one() -> None:
     cfg = config(num_slots=2)
     a, b, c = (Case(cfg, [8, 2, 5], seed=s) for s in range(3))
 
-    def program(comm: Any) -> str:
-        with Group.create(comm, cfg) as group:
-            r, ha, hb, hc = comm.rank, handle_of(group), handle_of(group), handle_of(group)
-            rows_a, rows_b = a.dispatch(r, ha), b.dispatch(r, hb)
-            with pytest.raises(EpError, match="all 2 slots") as raised:
-                hc.dispatch(c.tokens[r], topk_idx=c.ids[r])
-            epochs = comm.exchange(epoch_of(group))
-            assert len(set(epochs)) == 1
-            a.combine(r, ha, a.experts(r, rows_a))
-            c.step(r, hc)                       # the combined one was free
-            b.combine(r, hb, b.experts(r, rows_b))
-            rows_a, rows_b = a.dispatch(r, ha), b.dispatch(r, hb)
-            hb.close()
-            c.step(r, hc)
-            a.combine(r, ha, a.experts(r, rows_a))
-            return str(raised.value)
+    def program(comm: Any, group: Group) -> str:
+        r, ha, hb, hc = comm.rank, handle_of(group), handle_of(group), handle_of(group)
+        rows_a, rows_b = a.dispatch(r, ha), b.dispatch(r, hb)
+        with pytest.raises(EpError, match="all 2 slots") as raised:
+            hc.dispatch(c.tokens[r], topk_idx=c.ids[r])
+        epochs = comm.exchange(epoch_of(group))
+        assert len(set(epochs)) == 1
+        a.combine(r, ha, a.experts(r, rows_a))
+        c.step(r, hc)                       # the combined one was free
+        b.combine(r, hb, b.experts(r, rows_b))
+        rows_a, rows_b = a.dispatch(r, ha), b.dispatch(r, hb)
+        hb.close()
+        c.step(r, hc)
+        a.combine(r, ha, a.experts(r, rows_a))
+        return str(raised.value)
 
-    assert all("num_slots" in m for m in run(3, program))
+    assert all("num_slots" in m for m in in_group(3, cfg, program))
 
 
 def test_combine_without_a_dispatch_or_after_its_slot_went_away() -> None:
     cfg = config()
     a, b = Case(cfg, [8, 2, 5]), Case(cfg, [8, 2, 5], seed=1)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            r, ha, hb = comm.rank, handle_of(group), handle_of(group)
-            rows = torch.zeros(2, 24, HIDDEN, dtype=torch.bfloat16)
-            with pytest.raises(EpError, match="combine needs a dispatch"):
-                ha.combine(rows, topk_weights=a.weights[r])
-            a.step(r, ha)
-            got = b.dispatch(r, hb)
-            with pytest.raises(EpError, match="combine needs a dispatch"):
-                ha.combine(rows, topk_weights=a.weights[r])
-            b.combine(r, hb, b.experts(r, got))
-            a.step(r, ha)
+    def program(comm: Any, group: Group) -> None:
+        r, ha, hb = comm.rank, handle_of(group), handle_of(group)
+        rows = torch.zeros(2, 24, HIDDEN, dtype=torch.bfloat16)
+        with pytest.raises(EpError, match="combine needs a dispatch"):
+            ha.combine(rows, topk_weights=a.weights[r])
+        a.step(r, ha)
+        got = b.dispatch(r, hb)
+        with pytest.raises(EpError, match="combine needs a dispatch"):
+            ha.combine(rows, topk_weights=a.weights[r])
+        b.combine(r, hb, b.experts(r, got))
+        a.step(r, ha)
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_a_tensor_that_passed_once_is_checked_again_when_it_or_the_routing_changed() -> None:
@@ -617,39 +609,38 @@ def test_a_tensor_that_passed_once_is_checked_again_when_it_or_the_routing_chang
     cfg = config()
     first, second = Case(cfg, [5, 5, 5], dropped=0.0), Case(cfg, [3, 3, 3], seed=1, dropped=0.0)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle, r = handle_of(group), comm.rank
-            x, weights, out = first.tokens[r].clone(), first.weights[r].clone(), torch.zeros(5, HIDDEN, dtype=torch.bfloat16)
+    def program(comm: Any, group: Group) -> None:
+        handle, r = handle_of(group), comm.rank
+        x, weights, out = first.tokens[r].clone(), first.weights[r].clone(), torch.zeros(5, HIDDEN, dtype=torch.bfloat16)
 
-            def step(case: Case) -> None:
-                got = handle.dispatch(x)
-                case.check_rows(r, got)
-                case.check_combined(r, handle.combine(case.experts(r, got), CombineOutputs(out, weights)))
-
-            def refused(words: str) -> None:
-                with pytest.raises(ValueError, match=words):
-                    handle.dispatch(x)
-
-            handle.update(first.ids[r])
-            step(first), step(first)
-            handle.update(second.ids[r])
-            refused(r"tokens must have shape \[3, 64\], got \[5, 64\]")
-            x.data = shifted(second.tokens[r], 1)
-            refused("tokens must start at a multiple of 16 bytes")
-            x.data = second.tokens[r].clone()
+        def step(case: Case) -> None:
             got = handle.dispatch(x)
-            rows = second.experts(r, got)
-            with pytest.raises(ValueError, match=r"topk_weights must have shape \[3, 2\], got \[5, 2\]"):
-                handle.combine(rows, CombineOutputs(out, weights))
-            weights.data = second.weights[r].clone()
-            with pytest.raises(ValueError, match=r"outputs.tokens must have shape \[3, 64\], got \[5, 64\]"):
-                handle.combine(rows, CombineOutputs(out, weights))
-            out.data = torch.zeros(3, HIDDEN, dtype=torch.bfloat16)
-            second.check_combined(r, handle.combine(rows, CombineOutputs(out, weights)))
-            step(second)
+            case.check_rows(r, got)
+            case.check_combined(r, handle.combine(case.experts(r, got), CombineOutputs(out, weights)))
 
-    run(3, program)
+        def refused(words: str) -> None:
+            with pytest.raises(ValueError, match=words):
+                handle.dispatch(x)
+
+        handle.update(first.ids[r])
+        step(first), step(first)
+        handle.update(second.ids[r])
+        refused(r"tokens must have shape \[3, 64\], got \[5, 64\]")
+        x.data = shifted(second.tokens[r], 1)
+        refused("tokens must start at a multiple of 16 bytes")
+        x.data = second.tokens[r].clone()
+        got = handle.dispatch(x)
+        rows = second.experts(r, got)
+        with pytest.raises(ValueError, match=r"topk_weights must have shape \[3, 2\], got \[5, 2\]"):
+            handle.combine(rows, CombineOutputs(out, weights))
+        weights.data = second.weights[r].clone()
+        with pytest.raises(ValueError, match=r"outputs.tokens must have shape \[3, 64\], got \[5, 64\]"):
+            handle.combine(rows, CombineOutputs(out, weights))
+        out.data = torch.zeros(3, HIDDEN, dtype=torch.bfloat16)
+        second.check_combined(r, handle.combine(rows, CombineOutputs(out, weights)))
+        step(second)
+
+    in_group(3, cfg, program)
 
 
 # ---- calls that must raise -------------------------------------------------------------------------------------------------
@@ -678,18 +669,17 @@ def bad_dispatch(bad: Bad, error: type[BaseException], words: Sequence[str], cfg
     cfg = cfg or config()
     case, other = Case(cfg, [8, 3, 5], dropped=0.0), Case(cfg, [2, 8, 0], seed=1)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle, r = handle_of(group), comm.rank
+    def program(comm: Any, group: Group) -> None:
+        handle, r = handle_of(group), comm.rank
+        case.step(r, handle)
+        for erring in ({1}, {0}, {0, 2}, {0, 1, 2}):
+            refused_on(erring, group, comm, lambda: bad(group, handle, case, r),
+                       lambda: handle.dispatch(case.tokens[r], topk_idx=case.ids[r]), error, words)
             case.step(r, handle)
-            for erring in ({1}, {0}, {0, 2}, {0, 1, 2}):
-                refused_on(erring, group, comm, lambda: bad(group, handle, case, r),
-                           lambda: handle.dispatch(case.tokens[r], topk_idx=case.ids[r]), error, words)
-                case.step(r, handle)
-                other.step(r, handle)
-            group.check()
+            other.step(r, handle)
+        group.check()
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def shifted(t: torch.Tensor, elements: int) -> torch.Tensor:
@@ -791,14 +781,13 @@ def test_an_update_that_raised_leaves_no_routing() -> None:
 
     bad_dispatch(bad, ValueError, ("topk_idx must be given",))
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, config()) as group:
-            handle = handle_of(group)
-            with pytest.raises(ValueError, match="topk_idx must be given"):
-                handle.dispatch(case.tokens[comm.rank])
-            case.step(comm.rank, handle)
+    def program(comm: Any, group: Group) -> None:
+        handle = handle_of(group)
+        with pytest.raises(ValueError, match="topk_idx must be given"):
+            handle.dispatch(case.tokens[comm.rank])
+        case.step(comm.rank, handle)
 
-    run(3, program)
+    in_group(3, config(), program)
 
 
 def takes(rows: Callable[[torch.Tensor], Any] = lambda t: t, weights: Callable[[torch.Tensor], Any] = lambda w: w, **kwargs: Any) -> Bad:
@@ -844,24 +833,23 @@ def test_bad_combine(which: str) -> None:
     cfg = config(num_slots=2)
     case, other = Case(cfg, [8, 3, 5], dropped=0.0), Case(cfg, [2, 8, 0], seed=1)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle, second, r = handle_of(group), handle_of(group), comm.rank
-            case.step(r, handle)
-            for i, erring in enumerate(({1}, {0}, {0, 2}, {0, 1, 2})):
-                got = case.dispatch(r, handle)
-                handle.rows_now = case.experts(r, got)
-                refused_on(erring, group, comm, lambda: bad(group, handle, case, r),
-                           lambda: handle.combine(handle.rows_now, topk_weights=case.weights[r]), error, words)
-                if i % 2 == 0:
-                    case.combine(r, handle, handle.rows_now)
-                other.step(r, second)
-                other.step(r, handle)
-                states = comm.exchange([list(group.slot_owner), list(group.slot_combined)])
-                assert all(s == states[0] for s in states), states
-            group.check()
+    def program(comm: Any, group: Group) -> None:
+        handle, second, r = handle_of(group), handle_of(group), comm.rank
+        case.step(r, handle)
+        for i, erring in enumerate(({1}, {0}, {0, 2}, {0, 1, 2})):
+            got = case.dispatch(r, handle)
+            handle.rows_now = case.experts(r, got)
+            refused_on(erring, group, comm, lambda: bad(group, handle, case, r),
+                       lambda: handle.combine(handle.rows_now, topk_weights=case.weights[r]), error, words)
+            if i % 2 == 0:
+                case.combine(r, handle, handle.rows_now)
+            other.step(r, second)
+            other.step(r, handle)
+            states = comm.exchange([list(group.slot_owner), list(group.slot_combined)])
+            assert all(s == states[0] for s in states), states
+        group.check()
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_stale_rows_and_another_handles_slot() -> None:
@@ -869,32 +857,31 @@ def test_stale_rows_and_another_handles_slot() -> None:
     cfg = config(num_slots=2)
     a, b = Case(cfg, [8, 3, 5]), Case(cfg, [8, 3, 5], seed=1)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            r, ha, hb = comm.rank, handle_of(group), handle_of(group)
-            rows_a, rows_b = a.dispatch(r, ha), b.dispatch(r, hb)
-            a.experts(r, rows_a), b.experts(r, rows_b)
-            for erring in ({1}, {0, 2}):
-                refused_on(erring, group, comm, lambda: hb.combine(rows_a.tokens, topk_weights=b.weights[r]),
-                           lambda mine=rows_b: hb.combine(mine.tokens, topk_weights=b.weights[r]), EpStaleError,
-                           ("inputs.tokens lies in slot 0", "dispatch filled slot 1"))
-                rows_b = b.dispatch(r, hb)
-                b.experts(r, rows_b)
-            a.combine(r, ha, rows_a.tokens)
-            b.combine(r, hb, rows_b.tokens)
-            old = a.dispatch(r, ha).tokens          # slot 0
-            a.combine(r, ha, a.experts(r, DispatchOutputs(old)))
-            b.dispatch(r, hb), b.combine(r, hb, b.experts(r, DispatchOutputs(hb._rows(hb._slot))))
-            live = [handle_of(group), handle_of(group)]
-            a.dispatch(r, live[0])
-            moved = b.dispatch(r, live[1])
-            other = live[0]._rows(live[0]._slot)
-            assert other.data_ptr() != moved.tokens.data_ptr()
-            refused_on({2}, group, comm, lambda: live[1].combine(other, topk_weights=b.weights[r]),
-                       lambda: live[1].combine(moved.tokens, topk_weights=b.weights[r]), EpStaleError, ("inputs.tokens lies in slot",))
-            a.combine(r, live[0], a.experts(r, DispatchOutputs(other)))
+    def program(comm: Any, group: Group) -> None:
+        r, ha, hb = comm.rank, handle_of(group), handle_of(group)
+        rows_a, rows_b = a.dispatch(r, ha), b.dispatch(r, hb)
+        a.experts(r, rows_a), b.experts(r, rows_b)
+        for erring in ({1}, {0, 2}):
+            refused_on(erring, group, comm, lambda: hb.combine(rows_a.tokens, topk_weights=b.weights[r]),
+                       lambda mine=rows_b: hb.combine(mine.tokens, topk_weights=b.weights[r]), EpStaleError,
+                       ("inputs.tokens lies in slot 0", "dispatch filled slot 1"))
+            rows_b = b.dispatch(r, hb)
+            b.experts(r, rows_b)
+        a.combine(r, ha, rows_a.tokens)
+        b.combine(r, hb, rows_b.tokens)
+        old = a.dispatch(r, ha).tokens          # slot 0
+        a.combine(r, ha, a.experts(r, DispatchOutputs(old)))
+        b.dispatch(r, hb), b.combine(r, hb, b.experts(r, DispatchOutputs(hb._rows(hb._slot))))
+        live = [handle_of(group), handle_of(group)]
+        a.dispatch(r, live[0])
+        moved = b.dispatch(r, live[1])
+        other = live[0]._rows(live[0]._slot)
+        assert other.data_ptr() != moved.tokens.data_ptr()
+        refused_on({2}, group, comm, lambda: live[1].combine(other, topk_weights=b.weights[r]),
+                   lambda: live[1].combine(moved.tokens, topk_weights=b.weights[r]), EpStaleError, ("inputs.tokens lies in slot",))
+        a.combine(r, live[0], a.experts(r, DispatchOutputs(other)))
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_rows_given_for_output_must_not_be_another_slots() -> None:
@@ -902,17 +889,16 @@ def test_rows_given_for_output_must_not_be_another_slots() -> None:
     cfg = config(num_slots=2)
     a, b = Case(cfg, [8, 3, 5]), Case(cfg, [8, 3, 5], seed=1)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            r, ha, hb = comm.rank, handle_of(group), handle_of(group)
-            rows_a = a.dispatch(r, ha)
-            refused_on({1}, group, comm, lambda: hb.dispatch(b.tokens[r], DispatchOutputs(rows_a.tokens), topk_idx=b.ids[r]),
-                       lambda: hb.dispatch(b.tokens[r], topk_idx=b.ids[r]), EpStaleError, ("outputs.tokens lies in slot 0", "slot 1"))
-            a.check_rows(r, rows_a)
-            b.step(r, hb)
-            a.combine(r, ha, a.experts(r, rows_a))
+    def program(comm: Any, group: Group) -> None:
+        r, ha, hb = comm.rank, handle_of(group), handle_of(group)
+        rows_a = a.dispatch(r, ha)
+        refused_on({1}, group, comm, lambda: hb.dispatch(b.tokens[r], DispatchOutputs(rows_a.tokens), topk_idx=b.ids[r]),
+                   lambda: hb.dispatch(b.tokens[r], topk_idx=b.ids[r]), EpStaleError, ("outputs.tokens lies in slot 0", "slot 1"))
+        a.check_rows(r, rows_a)
+        b.step(r, hb)
+        a.combine(r, ha, a.experts(r, rows_a))
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_a_refused_dispatch_leaves_the_earlier_one() -> None:
@@ -920,19 +906,18 @@ def test_a_refused_dispatch_leaves_the_earlier_one() -> None:
     cfg = config()
     small, case = Case(cfg, [2, 8, 5], dropped=0.0), Case(cfg, [8, 8, 8], seed=1, dropped=0.0)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle, r = handle_of(group), comm.rank
-            for erring in ({1}, {0}, {0, 1, 2}):
-                rows = small.experts(r, small.dispatch(r, handle))
-                refused_on(erring, group, comm, lambda: handle.dispatch(case.tokens[r].float(), topk_idx=case.ids[r]),
-                           lambda: handle.dispatch(case.tokens[r], topk_idx=case.ids[r]), TypeError, ("tokens",))
-                with pytest.raises(EpRefusedError if r == 1 else ValueError, match="refused" if r == 1 else "topk_weights must have shape"):
-                    handle.combine(rows, topk_weights=case.weights[r])
-                small.combine(r, handle, rows)
-                case.step(r, handle)
+    def program(comm: Any, group: Group) -> None:
+        handle, r = handle_of(group), comm.rank
+        for erring in ({1}, {0}, {0, 1, 2}):
+            rows = small.experts(r, small.dispatch(r, handle))
+            refused_on(erring, group, comm, lambda: handle.dispatch(case.tokens[r].float(), topk_idx=case.ids[r]),
+                       lambda: handle.dispatch(case.tokens[r], topk_idx=case.ids[r]), TypeError, ("tokens",))
+            with pytest.raises(EpRefusedError if r == 1 else ValueError, match="refused" if r == 1 else "topk_weights must have shape"):
+                handle.combine(rows, topk_weights=case.weights[r])
+            small.combine(r, handle, rows)
+            case.step(r, handle)
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 @pytest.fixture
@@ -949,28 +934,27 @@ def test_peers_that_learn_of_a_refusal_at_check(late_news: None, operation: str,
     cfg = config(num_slots=slots)
     case, other = Case(cfg, [8, 3, 5], dropped=0.0), Case(cfg, [2, 8, 0], seed=1)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle, second, r = handle_of(group), handle_of(group), comm.rank
-            for erring in (0, 1, 2):
-                rows = case.experts(r, case.dispatch(r, handle))
-                with pytest.raises(TypeError if r == erring else EpRefusedError, match="dtype" if r == erring else f"rank {erring} refused"):
-                    if operation == "dispatch":
-                        handle.dispatch(case.tokens[r].float() if r == erring else case.tokens[r])
-                    else:
-                        handle.combine(rows, topk_weights=case.weights[r].double() if r == erring else case.weights[r])
-                    group.check()
-                states = comm.exchange([list(group.slot_owner), list(group.slot_combined), epoch_of(group)])
-                assert all(s == states[0] for s in states), states
-                if operation == "combine" and erring == 1:
-                    case.combine(r, handle, rows)
-                case.step(r, handle)
-                if operation == "combine" or slots == 2:
-                    other.step(r, second)
-                case.step(r, handle)
-            group.check()
+    def program(comm: Any, group: Group) -> None:
+        handle, second, r = handle_of(group), handle_of(group), comm.rank
+        for erring in (0, 1, 2):
+            rows = case.experts(r, case.dispatch(r, handle))
+            with pytest.raises(TypeError if r == erring else EpRefusedError, match="dtype" if r == erring else f"rank {erring} refused"):
+                if operation == "dispatch":
+                    handle.dispatch(case.tokens[r].float() if r == erring else case.tokens[r])
+                else:
+                    handle.combine(rows, topk_weights=case.weights[r].double() if r == erring else case.weights[r])
+                group.check()
+            states = comm.exchange([list(group.slot_owner), list(group.slot_combined), epoch_of(group)])
+            assert all(s == states[0] for s in states), states
+            if operation == "combine" and erring == 1:
+                case.combine(r, handle, rows)
+            case.step(r, handle)
+            if operation == "combine" or slots == 2:
+                other.step(r, second)
+            case.step(r, handle)
+        group.check()
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 # ---- ranks that disagree ---------------------------------------------------------------------------------------------------
@@ -1127,16 +1111,15 @@ def test_bad_handles_are_refused_where_they_are_made_and_do_no_harm() -> None:
         ({"layout": Layout.EXPERT_MAJOR, "num_topk": 2, "idx_dtype": torch.int16}, TypeError, "idx_dtype must be.*got torch.int16"),
     ]
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, config()) as group:
-            for arguments, error, words in bad:
-                if comm.rank == 1:     # only here: making a handle is local
-                    with pytest.raises(error, match=words):
-                        group.create_handle(**arguments)
-            case.step(comm.rank, handle_of(group))
-            case.step(comm.rank, group.create_handle(Layout.EXPERT_MAJOR, num_topk=2, idx_dtype=INT, config=HandleConfig(4)))
+    def program(comm: Any, group: Group) -> None:
+        for arguments, error, words in bad:
+            if comm.rank == 1:     # only here: making a handle is local
+                with pytest.raises(error, match=words):
+                    group.create_handle(**arguments)
+        case.step(comm.rank, handle_of(group))
+        case.step(comm.rank, group.create_handle(Layout.EXPERT_MAJOR, num_topk=2, idx_dtype=INT, config=HandleConfig(4)))
 
-    run(3, program)
+    in_group(3, config(), program)
 
 
 # ---- lifetime ----------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_ll_host import config, run
+from test_ll_host import config, in_group, run
 from test_mutations import mutant
 
 from ncclep_py import (
@@ -158,17 +158,16 @@ def test_oracle_by_hand() -> None:
 def test_a_device_without_fp4_refuses_by_a_sentence() -> None:
     case = Packed(config(4, 3, 512, 2), [3, 2], Layout.EXPERT_MAJOR)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, case.cfg) as group:
-            handle = group.create_handle(Layout.EXPERT_MAJOR, num_topk=2)
-            got = handle.dispatch(case.tokens[comm.rank], topk_idx=case.ids[comm.rank])
-            with pytest.raises((NotImplementedError, EpRefusedError), match="needs a device with FP4 conversions.*capability 10.0|refused"):
-                inputs = CombineInputs(got.tokens, scales=case.scales[comm.rank])
-                handle.combine(inputs, CombineOutputs(topk_weights=case.weights[comm.rank]), NVFP4)
-            handle.combine(got.tokens, topk_weights=case.weights[comm.rank])
-            group.check()
+    def program(comm: Any, group: Group) -> None:
+        handle = group.create_handle(Layout.EXPERT_MAJOR, num_topk=2)
+        got = handle.dispatch(case.tokens[comm.rank], topk_idx=case.ids[comm.rank])
+        with pytest.raises((NotImplementedError, EpRefusedError), match="needs a device with FP4 conversions.*capability 10.0|refused"):
+            inputs = CombineInputs(got.tokens, scales=case.scales[comm.rank])
+            handle.combine(inputs, CombineOutputs(topk_weights=case.weights[comm.rank]), NVFP4)
+        handle.combine(got.tokens, topk_weights=case.weights[comm.rank])
+        group.check()
 
-    run(2, program)
+    in_group(2, case.cfg, program)
 
 
 BAD: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor | None], type[Exception], str]] = {

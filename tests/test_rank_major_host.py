@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ll_host import INT, LONG, Case, config, epoch_of, equal, handle_of, run
+from test_ll_host import INT, LONG, Case, config, epoch_of, equal, handle_of, in_group
 
 from ncclep_py import (
     CombineInputs,
@@ -91,15 +91,14 @@ def rank_handle(group: Group, topk: int = 2) -> Any:
 
 def steps(cfg: GroupConfig, cases: Sequence[RankCase], *, world: dict[str, Any] | None = None) -> None:
     """Run the cases one after the other on one handle."""
-    def program(comm: Any) -> int:
-        with Group.create(comm, cfg) as group:
-            handle = rank_handle(group, int(cases[0].ids[0].shape[1]))
-            for case in cases:
-                case.step(comm.rank, handle)
-            group.check()
-            return epoch_of(group)
+    def program(comm: Any, group: Group) -> int:
+        handle = rank_handle(group, int(cases[0].ids[0].shape[1]))
+        for case in cases:
+            case.step(comm.rank, handle)
+        group.check()
+        return epoch_of(group)
 
-    assert run(cases[0].ranks, program, **(world or {})) == [1 + 2 * len(cases)] * cases[0].ranks
+    assert in_group(cases[0].ranks, cfg, program, **(world or {})) == [1 + 2 * len(cases)] * cases[0].ranks
 
 
 # ---- right results -----------------------------------------------------------------------------------------------------
@@ -158,51 +157,48 @@ def test_outputs_given_as_plain_tensors() -> None:
     cfg = config()
     case = RankCase(cfg, [8, 3, 5])
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle = rank_handle(group)
-            counters = torch.full((3,), -5, dtype=INT)
-            made = DispatchOutputs(torch.full((3, 8, 64), 9.0).bfloat16(), torch.full((3, 8, 2), 9.0), None, torch.full((3, 8, 2), 9, dtype=INT))
-            got = case.dispatch(comm.rank, handle, outputs=made, layout_info=LayoutInfo(src_rank_counters=counters))
-            assert got is made and got.layout_info.src_rank_counters is counters
-            assert not any(0 <= t.data_ptr() - group.window.address < group.window.num_bytes for t in (got.tokens, got.topk_idx, got.topk_weights))
-            out = torch.empty(len(case.tokens[comm.rank]), 64, dtype=torch.bfloat16)
-            assert case.combine(comm.rank, handle, case.experts(comm.rank, got), outputs=CombineOutputs(out)) is out
-            group.check()
+    def program(comm: Any, group: Group) -> None:
+        handle = rank_handle(group)
+        counters = torch.full((3,), -5, dtype=INT)
+        made = DispatchOutputs(torch.full((3, 8, 64), 9.0).bfloat16(), torch.full((3, 8, 2), 9.0), None, torch.full((3, 8, 2), 9, dtype=INT))
+        got = case.dispatch(comm.rank, handle, outputs=made, layout_info=LayoutInfo(src_rank_counters=counters))
+        assert got is made and got.layout_info.src_rank_counters is counters
+        assert not any(0 <= t.data_ptr() - group.window.address < group.window.num_bytes for t in (got.tokens, got.topk_idx, got.topk_weights))
+        out = torch.empty(len(case.tokens[comm.rank]), 64, dtype=torch.bfloat16)
+        assert case.combine(comm.rank, handle, case.experts(comm.rank, got), outputs=CombineOutputs(out)) is out
+        group.check()
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_outputs_in_the_window_are_the_same_tensors_in_a_loop() -> None:
     cfg = config()
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle, made = rank_handle(group), DispatchOutputs()
-            for step in range(3):
-                case = RankCase(cfg, [8, 3, 5], seed=step)
-                got = case.dispatch(comm.rank, handle, outputs=made)
-                inside = [t.data_ptr() - group.window.address - group.map.slot(0) for t in (got.tokens, got.topk_idx, got.topk_weights)]
-                assert inside == [0, group.map.recv_ids, group.map.recv_weights]
-                case.combine(comm.rank, handle, case.experts(comm.rank, got))
+    def program(comm: Any, group: Group) -> None:
+        handle, made = rank_handle(group), DispatchOutputs()
+        for step in range(3):
+            case = RankCase(cfg, [8, 3, 5], seed=step)
+            got = case.dispatch(comm.rank, handle, outputs=made)
+            inside = [t.data_ptr() - group.window.address - group.map.slot(0) for t in (got.tokens, got.topk_idx, got.topk_weights)]
+            assert inside == [0, group.map.recv_ids, group.map.recv_weights]
+            case.combine(comm.rank, handle, case.experts(comm.rank, got))
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_weights_by_keyword_and_weights_that_combine_ignores() -> None:
     cfg = config()
     case = RankCase(cfg, [8, 3, 5])
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle, w = rank_handle(group), case.weights[comm.rank]
-            got = handle.dispatch(case.tokens[comm.rank], topk_idx=case.ids[comm.rank], topk_weights=w)
-            case.check_rows(comm.rank, got)
-            rows = case.experts(comm.rank, got)
-            case.combine(comm.rank, handle, CombineInputs(rows, topk_weights=got.topk_weights), outputs=CombineOutputs(topk_weights=w))
-            case.combine(comm.rank, handle, rows.clone())
+    def program(comm: Any, group: Group) -> None:
+        handle, w = rank_handle(group), case.weights[comm.rank]
+        got = handle.dispatch(case.tokens[comm.rank], topk_idx=case.ids[comm.rank], topk_weights=w)
+        case.check_rows(comm.rank, got)
+        rows = case.experts(comm.rank, got)
+        case.combine(comm.rank, handle, CombineInputs(rows, topk_weights=got.topk_weights), outputs=CombineOutputs(topk_weights=w))
+        case.combine(comm.rank, handle, rows.clone())
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 # ---- several handles ---------------------------------------------------------------------------------------------------------
@@ -210,38 +206,36 @@ def test_weights_by_keyword_and_weights_that_combine_ignores() -> None:
 def test_handles_of_other_layout_topk_and_id_type_in_turn(slots: int) -> None:
     cfg = config(6, 8, 64, 4, num_slots=slots)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handles = [rank_handle(group, 2), handle_of(group, 3), rank_handle(group, 4), handle_of(group, 1)]
-            for step in range(6):
-                cases = [RankCase(cfg, [8, 3, step], topk=2, seed=step, idx_dtype=INT), Case(cfg, [step, 8, 2], topk=3, seed=step),
-                         RankCase(cfg, [1, step, 7], topk=4, seed=step, kind=ExpertIdKind.GLOBAL), Case(cfg, [4, 4, 8], topk=1, seed=step)]
-                live: list[Any] = []
-                for i in (3, 0, 2, 1) if step % 2 else range(4):
-                    live.append((cases[i], handles[i], cases[i].dispatch(comm.rank, handles[i])))
-                    if len(live) == slots:
-                        case, handle, got = live.pop(0)
-                        case.combine(comm.rank, handle, case.experts(comm.rank, got))
-                for case, handle, got in live:
+    def program(comm: Any, group: Group) -> None:
+        handles = [rank_handle(group, 2), handle_of(group, 3), rank_handle(group, 4), handle_of(group, 1)]
+        for step in range(6):
+            cases = [RankCase(cfg, [8, 3, step], topk=2, seed=step, idx_dtype=INT), Case(cfg, [step, 8, 2], topk=3, seed=step),
+                     RankCase(cfg, [1, step, 7], topk=4, seed=step, kind=ExpertIdKind.GLOBAL), Case(cfg, [4, 4, 8], topk=1, seed=step)]
+            live: list[Any] = []
+            for i in (3, 0, 2, 1) if step % 2 else range(4):
+                live.append((cases[i], handles[i], cases[i].dispatch(comm.rank, handles[i])))
+                if len(live) == slots:
+                    case, handle, got = live.pop(0)
                     case.combine(comm.rank, handle, case.experts(comm.rank, got))
-            group.check()
+            for case, handle, got in live:
+                case.combine(comm.rank, handle, case.experts(comm.rank, got))
+        group.check()
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_counts_of_an_expert_major_dispatch_are_not_taken_for_new_ones() -> None:
     """Many RANK_MAJOR operations leave EXPERT_MAJOR's count words alone; the next of these must find its own."""
     cfg = config()
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            em, rm = handle_of(group), rank_handle(group)
-            for step in range(4):
-                Case(cfg, [8, 3, 5], seed=step).step(comm.rank, em)
-                for more in range(3):
-                    RankCase(cfg, [2, 8, 0], seed=10 * step + more).step(comm.rank, rm)
+    def program(comm: Any, group: Group) -> None:
+        em, rm = handle_of(group), rank_handle(group)
+        for step in range(4):
+            Case(cfg, [8, 3, 5], seed=step).step(comm.rank, em)
+            for more in range(3):
+                RankCase(cfg, [2, 8, 0], seed=10 * step + more).step(comm.rank, rm)
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------------------
@@ -270,71 +264,67 @@ def test_bad_dispatch(which: str) -> None:
     good = RankCase(cfg, [8, 3, 5])
     make, error, words = BAD[which]
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle, r = rank_handle(group), comm.rank
-            arguments: dict[str, Any] = {"inputs": DispatchInputs(good.tokens[r], good.weights[r]), "topk_idx": good.ids[r]}
-            with pytest.raises(error if r == 1 else EpRefusedError, match=words if r == 1 else "rank 1 refused"):
-                handle.dispatch(**(arguments | (make(good, r) if r == 1 else {})))
-            good.step(r, handle)
-            group.check()
+    def program(comm: Any, group: Group) -> None:
+        handle, r = rank_handle(group), comm.rank
+        arguments: dict[str, Any] = {"inputs": DispatchInputs(good.tokens[r], good.weights[r]), "topk_idx": good.ids[r]}
+        with pytest.raises(error if r == 1 else EpRefusedError, match=words if r == 1 else "rank 1 refused"):
+            handle.dispatch(**(arguments | (make(good, r) if r == 1 else {})))
+        good.step(r, handle)
+        group.check()
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_a_refused_dispatch_leaves_the_earlier_one() -> None:
     cfg = config()
     first, second = RankCase(cfg, [8, 3, 5]), RankCase(cfg, [2, 8, 8], seed=1)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle, r = rank_handle(group), comm.rank
-            rows = first.experts(r, first.dispatch(r, handle))
-            with pytest.raises((TypeError, EpRefusedError)):
-                handle.dispatch(DispatchInputs(second.tokens[r].float() if r == 2 else second.tokens[r], second.weights[r]), topk_idx=second.ids[r])
-            first.combine(r, handle, rows)
-            second.step(r, handle)
+    def program(comm: Any, group: Group) -> None:
+        handle, r = rank_handle(group), comm.rank
+        rows = first.experts(r, first.dispatch(r, handle))
+        with pytest.raises((TypeError, EpRefusedError)):
+            handle.dispatch(DispatchInputs(second.tokens[r].float() if r == 2 else second.tokens[r], second.weights[r]), topk_idx=second.ids[r])
+        first.combine(r, handle, rows)
+        second.step(r, handle)
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_layouts_and_numberings_that_differ_between_ranks() -> None:
     cfg = config()
     rm, em = RankCase(cfg, [8, 3, 5]), Case(cfg, [8, 3, 5])
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle, r = rank_handle(group), comm.rank
-            if r == 0:
-                with handle_of(group) as other:
-                    other.dispatch(em.tokens[r], topk_idx=em.ids[r])
-            else:
-                handle.dispatch(DispatchInputs(rm.tokens[r], rm.weights[r]), topk_idx=rm.ids[r])
-            with pytest.raises(EpMismatchError, match="layout"):
-                group.check()
-            kind = ExpertIdKind.GLOBAL if r == 0 else ExpertIdKind.LOCAL
-            handle.dispatch(DispatchInputs(rm.tokens[r], rm.weights[r]), topk_idx=rm.ids[r], layout_info=LayoutInfo(recv_topk_idx_kind=kind))
-            with pytest.raises(EpMismatchError, match="global_ids"):
-                group.check()
-            rm.step(r, handle)
+    def program(comm: Any, group: Group) -> None:
+        handle, r = rank_handle(group), comm.rank
+        if r == 0:
+            with handle_of(group) as other:
+                other.dispatch(em.tokens[r], topk_idx=em.ids[r])
+        else:
+            handle.dispatch(DispatchInputs(rm.tokens[r], rm.weights[r]), topk_idx=rm.ids[r])
+        with pytest.raises(EpMismatchError, match="layout"):
+            group.check()
+        kind = ExpertIdKind.GLOBAL if r == 0 else ExpertIdKind.LOCAL
+        handle.dispatch(DispatchInputs(rm.tokens[r], rm.weights[r]), topk_idx=rm.ids[r], layout_info=LayoutInfo(recv_topk_idx_kind=kind))
+        with pytest.raises(EpMismatchError, match="global_ids"):
+            group.check()
+        rm.step(r, handle)
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_rows_of_another_slot_and_of_the_other_layout_are_refused() -> None:
     cfg = config(num_slots=2)
     a, b = RankCase(cfg, [8, 3, 5]), RankCase(cfg, [2, 8, 8], seed=1)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            one, two, r = rank_handle(group), rank_handle(group), comm.rank
-            got_a, got_b = a.dispatch(r, one), b.dispatch(r, two)
-            a.experts(r, got_a), b.experts(r, got_b)
-            with pytest.raises(EpStaleError, match="lies in slot 1 of the window"):
-                one.combine(got_b.tokens)
-            a.combine(r, one, got_a.tokens)
-            with pytest.raises(EpStaleError, match="outputs.topk_idx lies in slot 1"):
-                one.dispatch(DispatchInputs(a.tokens[r], a.weights[r]), DispatchOutputs(topk_idx=got_b.topk_idx))
-            b.combine(r, two, got_b.tokens)
+    def program(comm: Any, group: Group) -> None:
+        one, two, r = rank_handle(group), rank_handle(group), comm.rank
+        got_a, got_b = a.dispatch(r, one), b.dispatch(r, two)
+        a.experts(r, got_a), b.experts(r, got_b)
+        with pytest.raises(EpStaleError, match="lies in slot 1 of the window"):
+            one.combine(got_b.tokens)
+        a.combine(r, one, got_a.tokens)
+        with pytest.raises(EpStaleError, match="outputs.topk_idx lies in slot 1"):
+            one.dispatch(DispatchInputs(a.tokens[r], a.weights[r]), DispatchOutputs(topk_idx=got_b.topk_idx))
+        b.combine(r, two, got_b.tokens)
 
-    run(3, program)
+    in_group(3, cfg, program)

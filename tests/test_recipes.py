@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_ll_host import config, handle_of, run
+from test_ll_host import config, handle_of, in_group, run
 from test_mutations import mutant
 from test_rank_major_host import rank_handle
 
@@ -113,15 +113,14 @@ class Quantised:
 
 def steps(cases: Sequence[Quantised], world: dict[str, Any] | None = None) -> None:
     """Dispatch and combine each case on one handle of its layout."""
-    def program(comm: Any) -> None:
-        with Group.create(comm, cases[0].cfg) as group:
-            handles = {layout: next((c for c in cases if c.layout is layout), cases[0]).handle(group) for layout in {c.layout for c in cases}}
-            for case in cases:
-                case.dispatch(comm.rank, handles[case.layout])
-                case.combine(comm.rank, handles[case.layout])
-            group.check()
+    def program(comm: Any, group: Group) -> None:
+        handles = {layout: next((c for c in cases if c.layout is layout), cases[0]).handle(group) for layout in {c.layout for c in cases}}
+        for case in cases:
+            case.dispatch(comm.rank, handles[case.layout])
+            case.combine(comm.rank, handles[case.layout])
+        group.check()
 
-    run(cases[0].ranks, program, **(world or {}))
+    in_group(cases[0].ranks, cases[0].cfg, program, **(world or {}))
 
 
 # ---- QUANT_FWD -----------------------------------------------------------------------------------------------------------
@@ -216,20 +215,19 @@ def test_outputs_given_as_plain_tensors(layout: Layout) -> None:
     cfg = config(6, 4, 512, 2)
     case = Quantised(cfg, [4, 3, 0], layout, FP8)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle = case.handle(group)
-            planes = tuple(case.received[0].tokens.shape[:2])
-            made = DispatchOutputs(torch.zeros(*planes, 512, dtype=torch.float8_e4m3fn), scales=torch.zeros(*planes, 4))
-            rows, scales = made.tokens, made.scales
-            got = case.dispatch(comm.rank, handle, outputs=made)
-            assert got.tokens is rows and got.scales is scales
-            case.combine(comm.rank, handle)
-            again = case.dispatch(comm.rank, handle, outputs=DispatchOutputs())
-            assert again.tokens.data_ptr() - group.window.address == group.map.slot(0)
-            assert case.dispatch(comm.rank, handle).scales is again.scales
+    def program(comm: Any, group: Group) -> None:
+        handle = case.handle(group)
+        planes = tuple(case.received[0].tokens.shape[:2])
+        made = DispatchOutputs(torch.zeros(*planes, 512, dtype=torch.float8_e4m3fn), scales=torch.zeros(*planes, 4))
+        rows, scales = made.tokens, made.scales
+        got = case.dispatch(comm.rank, handle, outputs=made)
+        assert got.tokens is rows and got.scales is scales
+        case.combine(comm.rank, handle)
+        again = case.dispatch(comm.rank, handle, outputs=DispatchOutputs())
+        assert again.tokens.data_ptr() - group.window.address == group.map.slot(0)
+        assert case.dispatch(comm.rank, handle).scales is again.scales
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -238,22 +236,21 @@ def test_experts_write_where_combine_reads(layout: Layout) -> None:
     cfg = config(6, 4, 512, 2, num_slots=2)
     case = Quantised(cfg, [4, 3, 0], layout, FP8)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle = case.handle(group)
-            with pytest.raises(EpError, match="expert_rows needs a dispatch"):
-                handle.expert_rows()
-            got = case.dispatch(comm.rank, handle)
-            rows = handle.expert_rows()
-            assert rows.dtype is torch.bfloat16 and rows.shape == (*got.tokens.shape[:2], 512) and rows.data_ptr() == got.tokens.data_ptr()
-            rows.fill_(1)
-            handle.combine(rows, topk_weights=torch.ones(case.ids[comm.rank].shape))
-            with pytest.raises(EpError, match="expert_rows needs a dispatch"):
-                handle.expert_rows()
-            plain = handle.dispatch(DispatchInputs(case.tokens[comm.rank], case.inputs(comm.rank).topk_weights))
-            assert handle.expert_rows() is plain.tokens
+    def program(comm: Any, group: Group) -> None:
+        handle = case.handle(group)
+        with pytest.raises(EpError, match="expert_rows needs a dispatch"):
+            handle.expert_rows()
+        got = case.dispatch(comm.rank, handle)
+        rows = handle.expert_rows()
+        assert rows.dtype is torch.bfloat16 and rows.shape == (*got.tokens.shape[:2], 512) and rows.data_ptr() == got.tokens.data_ptr()
+        rows.fill_(1)
+        handle.combine(rows, topk_weights=torch.ones(case.ids[comm.rank].shape))
+        with pytest.raises(EpError, match="expert_rows needs a dispatch"):
+            handle.expert_rows()
+        plain = handle.dispatch(DispatchInputs(case.tokens[comm.rank], case.inputs(comm.rank).topk_weights))
+        assert handle.expert_rows() is plain.tokens
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_recipes_and_layouts_in_turn() -> None:
@@ -299,16 +296,15 @@ def test_bad_dispatch(which: str) -> None:
     case = fwd(cfg, [4, 4, 4], Layout.EXPERT_MAJOR, 64, torch.bfloat16, 8, torch.float32)
     make, error, words = BAD[which]
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle, r = case.handle(group), comm.rank
-            arguments: dict[str, Any] = {"inputs": case.inputs(r), "topk_idx": case.ids[r], "config": FWD}
-            with pytest.raises(error if r == 1 else EpRefusedError, match=words if r == 1 else "rank 1 refused"):
-                handle.dispatch(**(arguments | (make() if r == 1 else {})))
-            case.dispatch(r, handle)
-            case.combine(r, handle)
+    def program(comm: Any, group: Group) -> None:
+        handle, r = case.handle(group), comm.rank
+        arguments: dict[str, Any] = {"inputs": case.inputs(r), "topk_idx": case.ids[r], "config": FWD}
+        with pytest.raises(error if r == 1 else EpRefusedError, match=words if r == 1 else "rank 1 refused"):
+            handle.dispatch(**(arguments | (make() if r == 1 else {})))
+        case.dispatch(r, handle)
+        case.combine(r, handle)
 
-    run(3, program)
+    in_group(3, cfg, program)
 
 
 def test_scales_for_a_recipe_that_makes_them_and_other_dtypes() -> None:
@@ -327,33 +323,31 @@ def test_scales_for_a_recipe_that_makes_them_and_other_dtypes() -> None:
 def test_ranks_must_send_alike(mine: Any, theirs: Any, field: str) -> None:
     cfg = config(4, 2, 512, 1, max_token_bytes=1088)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle, how = handle_of(group, 1), mine if comm.rank == 0 else theirs
-            tokens, ids = ones(2, 512, dtype=torch.float16 if how == "fp16" else torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
-            if isinstance(how, DispatchConfig):
-                handle.dispatch(tokens, topk_idx=ids, config=how)
-            else:
-                handle.dispatch(DispatchInputs(tokens, scales=ones(2, how // 4 if isinstance(how, int) else 4)), topk_idx=ids, config=FWD)
-            with pytest.raises(EpMismatchError, match=field):
-                group.check()
-            comm.barrier()
+    def program(comm: Any, group: Group) -> None:
+        handle, how = handle_of(group, 1), mine if comm.rank == 0 else theirs
+        tokens, ids = ones(2, 512, dtype=torch.float16 if how == "fp16" else torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
+        if isinstance(how, DispatchConfig):
+            handle.dispatch(tokens, topk_idx=ids, config=how)
+        else:
+            handle.dispatch(DispatchInputs(tokens, scales=ones(2, how // 4 if isinstance(how, int) else 4)), topk_idx=ids, config=FWD)
+        with pytest.raises(EpMismatchError, match=field):
+            group.check()
+        comm.barrier()
 
-    run(2, program)
+    in_group(2, cfg, program)
 
 
 def test_rows_of_a_recipe_are_no_rows_of_combine() -> None:
     cfg = config(4, 2, 512, 1)
     case = Quantised(cfg, [2, 2], Layout.EXPERT_MAJOR, FP8)
 
-    def program(comm: Any) -> None:
-        with Group.create(comm, cfg) as group:
-            handle = case.handle(group)
-            got = case.dispatch(comm.rank, handle)
-            with pytest.raises((TypeError, EpError), match=r"inputs.tokens must have dtype torch.bfloat16|refused"):
-                handle.combine(got.tokens, topk_weights=torch.ones(2, 1))
+    def program(comm: Any, group: Group) -> None:
+        handle = case.handle(group)
+        got = case.dispatch(comm.rank, handle)
+        with pytest.raises((TypeError, EpError), match=r"inputs.tokens must have dtype torch.bfloat16|refused"):
+            handle.combine(got.tokens, topk_weights=torch.ones(2, 1))
 
-    run(2, program)
+    in_group(2, cfg, program)
 
 
 # ---- architectures ---------------------------------------------------------------------------------------------------------------
