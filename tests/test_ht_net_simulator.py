@@ -37,34 +37,31 @@ def run(text: str, layout: Layout, tokens: Sequence[int], team: int, seed: int =
     return p
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("team, tokens", [
     (2, (3, 1, 2, 4)), (1, (3, 1, 2, 4)), (1, (1, 1)), (1, (0, 3)), (1, (0, 0)), (2, (0, 0, 5, 1)), (2, (4, 0, 0, 0)),
     (3, (2, 0, 1, 3, 5, 1)), (2, (2, 0, 1, 3, 5, 1)), (4, (1, 2, 0, 3, 2, 1, 1, 2)), (2, (1, 2, 0, 3, 2, 1, 1, 2)), (1, (1, 2, 0, 3, 2, 1, 1, 2)),
 ], ids=str)
-def test_teams(tokens: tuple[int, ...], team: int, layout: Layout) -> None:
-    for seed in range(2):
-        run(WHOLE if len(tokens) < 8 else "U D X C B X G", layout, tokens, team, seed, MODES[seed % 2], topk=3)
+def test_teams(tokens: tuple[int, ...], team: int) -> None:
+    for seed, layout in enumerate(LAYOUTS):
+        run("U D X C B X G", layout, tokens, team, seed, MODES[(seed + team) % 2], topk=3)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("text", ["U D X C D X C", "U U D X C", "U D D X C", "U B X G", "U D X C C", "U0 U1 D0 D1 X0 C0 X1 C1 B1 X1 G1 U0 B0 X0 G0"])
-def test_sequences(text: str, layout: Layout) -> None:
-    for seed in range(4):
-        run(text, layout, (3, 4, 2, 5), 1 + seed // 2, seed, MODES[seed % 2])
+def test_sequences(text: str) -> None:
+    for seed, layout in enumerate(LAYOUTS):
+        run(text, layout, (3, 2, 1, 3), 1 + seed, seed, MODES[len(text) % 2])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("topk", [1, 3, 8, 9, 32])
+@pytest.mark.parametrize("topk", [1, 9, 32])
 def test_topk(topk: int, layout: Layout) -> None:
     run("U D X C B X G", layout, (5, 2, 0), 1, topk, experts=33, topk=topk)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("hidden", [8, 136])
-def test_rows(hidden: int, dtype: torch.dtype, layout: Layout) -> None:
-    run("U D X C", layout, (3, 1, 2, 2), 2, hidden=hidden, dtype=dtype, topk=6)
+def test_rows(dtype: torch.dtype, layout: Layout) -> None:
+    run("U D X C", layout, (3, 1, 2, 2), 2, hidden=136, dtype=dtype, topk=6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -79,18 +76,17 @@ def test_chunks_and_channels(tokens: tuple[int, ...], chunk: int, layout: Layout
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("grids", [[(1, 1), (2, 2), (3, 1), (1, 3)], [(4, 2), (1, 4), (5, 3), (2, 2)]], ids=str)
 def test_unequal_grids(grids: list[tuple[int, int]], layout: Layout) -> None:
-    for seed in range(2):
-        run(WHOLE, layout, (5, 1, 9, 3), 2, seed, "fair", program={"grids": grids})
+    run(WHOLE, layout, (5, 1, 9, 3), 2, 0, "fair", program={"grids": grids})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_blocks_that_start_when_others_end(layout: Layout) -> None:
-    for seed in range(3):
-        run(WHOLE, layout, (5, 2, 3, 4), 1 + seed % 2, seed, MODES[seed % 2], sim={"blocks": 3, "resident_blocks": 1})
+    for seed in range(2):
+        run("U D X C", layout, (5, 2, 3, 4), 1 + seed % 2, seed, MODES[seed % 2], sim={"blocks": 3, "resident_blocks": 1})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("epoch", [(1 << 32) - 3, (1 << 32) - 1, 0])
+@pytest.mark.parametrize("epoch", [(1 << 32) - 3, 0])
 def test_epochs_wrap(epoch: int, layout: Layout) -> None:
     for seed in range(2):
         p = run(WHOLE, layout, (3, 2), 1, seed, program={"epoch": epoch})
@@ -99,7 +95,7 @@ def test_epochs_wrap(epoch: int, layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_tokens_to_one_rank(layout: Layout) -> None:
-    for seed in range(4):
+    for seed in range(2):
         machine = Simulator(4, seed, MODES[seed % 2])
         p = HTNetProgram(machine, group((4, 3, 4, 2), 8), layout, (4, 3, 4, 2), 2, seed=seed)
         p.update(ids=[torch.tensor([[6, 7], [7, 7], [6, -1], [9, 6]])[:t] for t in p.num_tokens])
@@ -125,20 +121,19 @@ def test_each_token_crosses_once_per_team(layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_and_scales_of_a_recipe(layout: Layout) -> None:
-    for seed in range(4):
+    for seed in range(2):
         machine, tokens = Simulator(4, seed, MODES[seed % 2]), (3, 0, 5, 2)
-        p = HTNetProgram(machine, group(tokens, hidden=32, max_token_bytes=64), layout, tokens, 1 + seed // 2, wire=Wire(32, 16), seed=seed)
+        p = HTNetProgram(machine, group(tokens, hidden=32, max_token_bytes=64), layout, tokens, 1 + seed, wire=Wire(32, 16), seed=seed)
         p.update()
         p.dispatch_quantised()
         machine.run()
         p.check()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", range(16))
-def test_whatever(seed: int, layout: Layout) -> None:
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever(seed: int) -> None:
     """Random everything."""
-    d = random.Random(seed)
+    d, layout = random.Random(seed), LAYOUTS[seed % 2]
     teams, team, local = d.choice((2, 2, 3, 4)), d.choice((1, 1, 2, 3)), d.choice((1, 2, 3))
     ranks = teams * team
     tokens = [d.choice((0, 1, 2, 3, 5, 8)) for _ in range(ranks)]
@@ -159,9 +154,9 @@ def test_whatever(seed: int, layout: Layout) -> None:
 def test_overflow(budget: int, policy: OverflowPolicy, layout: Layout) -> None:
     """All tokens to the experts of rank 1; what does not fit is dropped, and under TRAP every rank knows who, how many, and the budget."""
     tokens = (4, 3, 4, 4)
-    for seed in range(6):
-        machine = Simulator(4, seed, MODES[seed % 2])
-        p = HTNetProgram(machine, group(tokens, 8, max_recv_tokens_per_rank=budget, overflow_policy=policy), layout, tokens, 1 + seed // 3, seed=seed,
+    for seed in range(2):
+        machine = Simulator(4, seed, MODES[(seed + budget) % 2])
+        p = HTNetProgram(machine, group(tokens, 8, max_recv_tokens_per_rank=budget, overflow_policy=policy), layout, tokens, 1 + seed, seed=seed,
                          alignment=2)
         p.update(ids=[torch.tensor([[2, 3], [2, -1], [3, 2], [3, 5]])[:t] for t in tokens])
         p.play("D X C B X G")
@@ -178,10 +173,9 @@ def test_overflow(budget: int, policy: OverflowPolicy, layout: Layout) -> None:
 
 
 # ---- failures ------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(16))
-def test_a_rank_that_comes_late_or_dies_is_named(seed: int, layout: Layout) -> None:
-    d = random.Random(seed)
+def test_a_rank_that_comes_late_or_dies_is_named(seed: int) -> None:
+    d, layout = random.Random(seed), LAYOUTS[seed // 2 % 2]
     kind, who, tokens = d.choice(("late", "dead")), d.randrange(4), (5, 3, 4, 2)
     faults = Faults(late={who: d.randrange(8)}, timeouts=True) if kind == "late" else Faults(dead={who: d.randrange(300)}, timeouts=True)
     machine = Simulator(4, seed, MODES[seed % 2], faults=faults)
@@ -201,7 +195,7 @@ def test_a_rank_that_comes_late_or_dies_is_named(seed: int, layout: Layout) -> N
 @pytest.mark.parametrize("team", [1, 2])
 def test_a_refused_update_makes_the_next_dispatch_refuse(team: int, layout: Layout) -> None:
     tokens = (2, 3, 1, 2)
-    for seed in range(6):
+    for seed in range(2):
         machine = Simulator(4, seed, MODES[seed % 2])
         p = HTNetProgram(machine, group(tokens), layout, tokens, team, seed=seed)
         p.update(ranks=[0, 2, 3])
@@ -211,7 +205,7 @@ def test_a_refused_update_makes_the_next_dispatch_refuse(team: int, layout: Layo
         records = [p.record(r) for r in range(4)]
         assert [(r.code, r.peer, r.seen, r.epoch) for r in records] == [(Code.REFUSED, 1, 2, 1)] * 4
         assert [p.epoch(r) for r in range(4)] == [3] * 4
-        p.play(WHOLE)   # the next good update mends everything
+        p.play("U D X C")   # the next good update mends everything
         machine.run()
         p.check()
 
@@ -219,7 +213,7 @@ def test_a_refused_update_makes_the_next_dispatch_refuse(team: int, layout: Layo
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_different_operations_are_a_mismatch_on_every_rank_and_the_next_good_call_is_right(layout: Layout) -> None:
     tokens = (2, 3, 1, 2)
-    for seed in range(6):
+    for seed in range(2):
         machine = Simulator(4, seed, MODES[seed % 2])
         p = HTNetProgram(machine, group(tokens), layout, tokens, 2, seed=seed)
         p.play("U")
@@ -232,13 +226,12 @@ def test_different_operations_are_a_mismatch_on_every_rank_and_the_next_good_cal
         p.check()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", range(8))
-def test_after_a_lost_link_comes_back_the_next_good_call_is_right(seed: int, layout: Layout) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_after_a_slow_link_the_next_good_call_is_right(seed: int) -> None:
     """The network of rank 1 is slow in a dispatch: whoever gives up names an end of the link. What is late lands later, and all goes on."""
     tokens = (2, 3, 1, 2)
     machine = Simulator(4, seed, MODES[seed % 2], faults=Faults(timeouts=True))
-    p = HTNetProgram(machine, group(tokens), layout, tokens, 2, seed=seed)
+    p = HTNetProgram(machine, group(tokens), LAYOUTS[seed % 2], tokens, 2, seed=seed)
     p.play("U")
     machine.run()
     p.network.slow.add(1)   # as late as can be: only when nothing else can move
