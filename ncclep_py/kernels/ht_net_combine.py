@@ -63,23 +63,28 @@ def make_ht_net_combine(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
         if code == 0:
             code = check_header(held, handle, rank, epoch, fail, record)
         # ---- 3 send: my team's sums for rail peers -----------------------------------------------------------------------
-        for channel in range(block_idx(), CHANNELS, blocks()):
-            for chunk in range(channel, CHUNKS, CHANNELS):
+        channel = block_idx()
+        while channel < CHANNELS:
+            chunk = channel
+            while chunk < CHUNKS:
                 first, end, why = chunk * CHUNK, min(chunk * CHUNK + CHUNK, TOKENS), 0
                 if code != 0:
                     why = outcome(fail, epoch, GAVE_UP + rank)
                 elif rows >= 0:
                     for distance in range(1, TEAMS):
-                        for token in range(first + warp_idx(), end, warps()):
+                        token = first + warp_idx()
+                        while token < end:
                             partial_row(rows_window, rows_at, window, ROWS_SENT + (distance - 1) * TEAM_ROWS,
                                         maps + REMOTE_ROUTES + (distance - 1) * TOKENS * TOPK * 8, token, TOPK, ROW_BYTES, TYPE, rank)
                             if backward != 0:
                                 partial_grads(window, slot + WEIGHTS, GRADS_SENT + (distance - 1) * TOKENS * GRAD_BYTES,
                                               maps + REMOTE_PLACES + (distance - 1) * TOKENS * TOPK * 8, token, TOPK, EXPERTS, RANKS, BY_RANK, rank)
+                            token += warps()
                 sync()
                 turn = chunk // CHANNELS
                 amount = 1 if chunk + CHANNELS < CHUNKS else ADDS - turn   # the last chunk's signal has the rest
-                for distance in range(1 + warp_idx(), TEAMS, warps()):
+                distance = 1 + warp_idx()
+                while distance < TEAMS:
                     peer, place, context = (team + TEAMS - distance) % TEAMS * TEAM + index, TEAMS - distance - 1, channel % CONTEXTS
                     if code == 0:
                         if rows >= 0:
@@ -90,9 +95,14 @@ def make_ht_net_combine(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                                     GRADS_SENT + (distance - 1) * TOKENS * GRAD_BYTES + first * GRAD_BYTES, (end - first) * GRAD_BYTES)
                     put_tag(comm, window, peer, context, TAGS + place * TAG_BYTES + chunk * 8, epoch, why)
                     signal(comm, peer, context, team * SIGNALS + 1 + channel, amount)
+                    distance += warps()
+                chunk += CHANNELS
+            channel += blocks()
         # ---- 4 rows of my tokens: each chunk when all teams' sums are there ----------------------------------------------
-        for channel in range(block_idx(), CHANNELS, blocks()):
-            for chunk in range(channel, CHUNKS, CHANNELS):
+        channel = block_idx()
+        while channel < CHANNELS:
+            chunk = channel
+            while chunk < CHUNKS:
                 first, end, turn = chunk * CHUNK, min(chunk * CHUNK + CHUNK, num_tokens), chunk // CHANNELS
                 for distance in range(1, TEAMS):
                     if code == 0:
@@ -101,12 +111,16 @@ def make_ht_net_combine(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                                           source * SIGNALS + 1 + channel, count * ADDS + turn + 1, rank, epoch, fail, record, timeout)
                 if code == 0:
                     if rows >= 0:
-                        for token in range(first + warp_idx(), end, warps()):
+                        token = first + warp_idx()
+                        while token < end:
                             reduce_row(rows_window, rows_at, window, ROWS, maps + ROUTES, out, token, TOPK, ROW_BYTES, TYPE, rank, RANKS, TEAM,
                                        TEAM_ROWS)
                             if backward != 0:
                                 reduce_grads(window, slot + WEIGHTS, GRADS, maps + PLACES, grads, token, TOPK, EXPERTS, RANKS, BY_RANK, rank, TEAM,
                                              TEAM_GRADS)
+                            token += warps()
+                chunk += CHANNELS
+            channel += blocks()
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)
             if warp_idx() == 0:

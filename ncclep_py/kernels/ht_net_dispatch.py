@@ -61,15 +61,20 @@ def make_ht_net_dispatch(shape: HTNetShape, ops: Vocabulary) -> Callable[..., No
         if code == 0:
             code = wait_entered(comm, rank, RANKS, TEAM, CHANNELS, count, epoch, fail, record, timeout)
         # ---- 3 send: my team's rows to their places, the others' to rail peers -------------------------------------------
-        for channel in range(block_idx(), CHANNELS, blocks()):
-            for chunk in range(channel, CHUNKS, CHANNELS):
+        channel = block_idx()
+        while channel < CHANNELS:
+            chunk = channel
+            while chunk < CHUNKS:
                 first, end = chunk * CHUNK, min(chunk * CHUNK + CHUNK, TOKENS)
                 sent, why = min(end, num_tokens), 0
                 if code == 0:
-                    for token in range(first + warp_idx(), end, warps()):
+                    token = first + warp_idx()
+                    while token < end:
                         stage_header(window, HEADERS_SENT, maps + ROUTES, maps + PLACES, weights, token, num_tokens, TOPK, HEADER_BYTES, rank,
                                      forward)
-                    for token in range(first + warp_idx(), sent, warps()):
+                        token += warps()
+                    token = first + warp_idx()
+                    while token < sent:
                         stage_row(rows_window, rows_at, window, ROWS_SENT, tokens, maps + ROUTES, token, TOPK, ROW_BYTES, rank, TEAM)
                         if SCALE_BYTES > 0:
                             stage_row(rows_window, rows_at + SCALES, window, ROWS_SENT + STAGED_SCALES, scales, maps + ROUTES, token, TOPK,
@@ -77,12 +82,14 @@ def make_ht_net_dispatch(shape: HTNetShape, ops: Vocabulary) -> Callable[..., No
                         if forward != 0:
                             scatter_weights(window, slot + IDX, slot + WEIGHTS, weights, maps + ROUTES, maps + PLACES, token, TOPK, EXPERTS, RANKS,
                                             BY_RANK, global_ids, rank, TEAM)
+                        token += warps()
                 else:
                     why = outcome(fail, epoch, GAVE_UP + rank)
                 sync()
                 turn = chunk // CHANNELS
                 amount = 1 if chunk + CHANNELS < CHUNKS else ADDS - turn   # the last chunk's signal has the rest
-                for distance in range(1 + warp_idx(), TEAMS, warps()):
+                distance = 1 + warp_idx()
+                while distance < TEAMS:
                     to = (team + TEAMS - distance) % TEAMS
                     peer, place, context = to * TEAM + index, TEAMS - distance - 1, channel % CONTEXTS
                     if code == 0:
@@ -95,6 +102,9 @@ def make_ht_net_dispatch(shape: HTNetShape, ops: Vocabulary) -> Callable[..., No
                                      first, sent, TOPK, SCALE_BYTES, to, TEAM)
                     put_tag(comm, window, peer, context, TAGS + place * TAG_BYTES + chunk * 8, epoch, why)
                     signal(comm, peer, context, team * SIGNALS + 1 + channel, amount)
+                    distance += warps()
+                chunk += CHANNELS
+            channel += blocks()
         if code == 0:
             if BY_RANK == 0:
                 zero_pads(rows_window, rows_at, maps + ZONES, rank, LOCAL_EXPERTS, ROW_BYTES)
@@ -105,8 +115,10 @@ def make_ht_net_dispatch(shape: HTNetShape, ops: Vocabulary) -> Callable[..., No
             elif forward != 0:
                 clear_ids(window, slot + IDX, slot + WEIGHTS, maps + ZONES, rank, LOCAL_EXPERTS, TOPK, cleared)
         # ---- 4 receive: each chunk when it is there ----------------------------------------------------------------------
-        for channel in range(block_idx(), CHANNELS, blocks()):
-            for chunk in range(channel, CHUNKS, CHANNELS):
+        channel = block_idx()
+        while channel < CHANNELS:
+            chunk = channel
+            while chunk < CHUNKS:
                 first, end, turn = chunk * CHUNK, min(chunk * CHUNK + CHUNK, TOKENS), chunk // CHANNELS
                 for distance in range(1, TEAMS):
                     if code == 0:
@@ -117,7 +129,8 @@ def make_ht_net_dispatch(shape: HTNetShape, ops: Vocabulary) -> Callable[..., No
                         headers_at, rows_in = HEADERS + (distance - 1) * TEAM_HEADERS, ROWS + (distance - 1) * TEAM_ROWS
                         routes = maps + REMOTE_ROUTES + (distance - 1) * TOKENS * TOPK * 8
                         places = maps + REMOTE_PLACES + (distance - 1) * TOKENS * TOPK * 8
-                        for token in range(first + warp_idx(), end, warps()):
+                        token = first + warp_idx()
+                        while token < end:
                             take_header(window, headers_at, routes, places, token, TOPK, EXPERTS, RANKS, HEADER_BYTES, rank, TEAM)
                             forward_row(rows_window, rows_at, window, rows_in, routes, token, TOPK, ROW_BYTES, rank)
                             if SCALE_BYTES > 0:
@@ -125,6 +138,9 @@ def make_ht_net_dispatch(shape: HTNetShape, ops: Vocabulary) -> Callable[..., No
                             if forward != 0:
                                 forward_weights(window, slot + IDX, slot + WEIGHTS, headers_at, routes, places, token, TOPK, EXPERTS, RANKS, BY_RANK,
                                                 global_ids, HEADER_BYTES, rank, TEAM)
+                            token += warps()
+                chunk += CHANNELS
+            channel += blocks()
         # ---- 5 arrived: the last block speaks for the rank ---------------------------------------------------------------
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)

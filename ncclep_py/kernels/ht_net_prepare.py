@@ -64,12 +64,14 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
             why = 0
             if code != 0:
                 why = outcome(fail, epoch, GAVE_UP + rank)
-            for distance in range(1 + warp_idx(), TEAMS, warps()):
+            distance = 1 + warp_idx()
+            while distance < TEAMS:
                 peer, place = (team + TEAMS - distance) % TEAMS * TEAM + index, TEAMS - distance - 1
                 if code == 0:
                     put(comm, window, peer, 0, NET_HITS + place * HITS_BYTES, HITS + ((epoch & 1) * RANKS + rank) * HITS_BYTES, HITS_BYTES)
                 put_tag(comm, window, peer, 0, TAGS + place * TAG_BYTES, epoch, why)
                 signal(comm, peer, 0, team * SIGNALS + 1, 1)
+                distance += warps()
             for distance in range(1, TEAMS):
                 source = (team + TEAMS - distance) % TEAMS
                 if code == 0:
@@ -90,7 +92,8 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                 publish_kept(window, KEPT, KEPT_SENT, maps + PLACES, num_tokens, TOPK, EXPERTS, RANKS, BY_RANK, BUDGET, rank, epoch, TEAM)
             else:
                 why = outcome(fail, epoch, GAVE_UP + rank)
-            for distance in range(1 + warp_idx(), TEAMS, warps()):
+            distance = 1 + warp_idx()
+            while distance < TEAMS:
                 to, place = (team + TEAMS - distance) % TEAMS, TEAMS - distance - 1
                 if code == 0:
                     if BY_RANK == 1:
@@ -99,6 +102,7 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                 signal(comm, to * TEAM + index, 0, team * SIGNALS + 1, ADDS - 1)
                 for channel in range(1, CHANNELS):
                     signal(comm, to * TEAM + index, channel % CONTEXTS, team * SIGNALS + 1 + channel, ADDS)
+                distance += warps()
             sync()   # all warps have looked at FAIL
             if code == 0:
                 if overflows(EXPERTS, RANKS, BY_RANK, BUDGET, team * TEAM, TEAM) == 1:
