@@ -49,8 +49,9 @@ class Group(Masking):
         self.comm, self.config, self.rank, self.num_ranks = comm, config, comm.rank, comm.num_ranks
         self.map, self.local_map = self.plans(config, comm.num_ranks)
         self.num_blocks = default_blocks(config.max_num_sms, comm.max_blocks())
-        self._window = comm.create_window(self.map.total_bytes, self.map.regions())
-        self._local = comm.zeros(self.local_map.total_bytes, self.local_map.regions())
+        window_bytes, window_regions, local_bytes, local_regions = self.memory()
+        self._window = comm.create_window(window_bytes, window_regions)
+        self._local = comm.zeros(local_bytes, local_regions)
         self._record = comm.host_words(len(RECORD_FIELDS) * (2 if config.enable_mask else 1))
         self._record_words = self._record.numpy()
         self._notice_words = self._record_words[len(RECORD_FIELDS):]   # the async error
@@ -87,7 +88,7 @@ class Group(Masking):
         answers = comm.exchange([config.agreed_fields(), mine, [*comm.gpu(), blocks]])
         _compare([dict(fields) for fields, _, _ in answers])
         config.check_ranks(comm.num_ranks)
-        if comm.topology.num_teams > 1:
+        if comm.topology.num_teams > 1 and config.algorithm is not Algorithm.HIGH_THROUGHPUT:
             raise NotImplementedError(f"{config.algorithm.name} groups serve ranks of one team (NVLink domain); these {comm.num_ranks} form "
                                       f"{comm.topology.num_teams} teams of {comm.team_size}")
         places = [(gpu, multiprocessors, wanted) for _, _, (gpu, multiprocessors, wanted) in answers]
@@ -100,13 +101,18 @@ class Group(Masking):
                 raise EpRefusedError(f"rank {rank} refused to create the group: {problem}")
         if config.algorithm is Algorithm.HIGH_THROUGHPUT:
             from ncclep_py.ht_group import HTGroup
+            from ncclep_py.ht_net_group import HTNetGroup
 
-            return HTGroup(comm, config)
+            return HTNetGroup(comm, config) if comm.topology.num_teams > 1 else HTGroup(comm, config)
         return cls(comm, config)
 
     def plans(self, config: GroupConfig, num_ranks: int) -> tuple[WindowMap, LocalMap]:
         """Internal: byte plans of the window and of the local block."""
         return WindowMap.build(config, num_ranks), LocalMap.build(config)
+
+    def memory(self) -> tuple[int, list[tuple[str, int, int]], int, list[tuple[str, int, int]]]:
+        """Internal: bytes and regions of the window and of the local block."""
+        return self.map.total_bytes, self.map.regions(), self.local_map.total_bytes, self.local_map.regions()
 
     # ---- handles ----------------------------------------------------------------------------------------------------
     def create_handle(self, layout: Layout, topk_idx: torch.Tensor | None = None, *, num_topk: int | None = None, idx_dtype: Any = None,

@@ -8,7 +8,7 @@ from ncclep_py.config import GroupConfig, HandleConfig, Layout
 from ncclep_py.errors import EpError, Status
 from ncclep_py.group import Group
 from ncclep_py.ht_handle import HTHandle
-from ncclep_py.ht_memory_map import HTWindowMap, ht_local_map
+from ncclep_py.ht_memory_map import HTMaps, HTWindowMap, ht_local_map
 from ncclep_py.kernels.ht_shape import HTShape
 from ncclep_py.kernels.shape import PLAIN, Wire
 from ncclep_py.signature import OpKind, Signature
@@ -54,10 +54,22 @@ class HTGroup(Group):
             if self.comm.capturing():
                 raise EpError(f"{name} for {num_topk} experts per token and {idx_bytes}-byte ids is not loaded, and loading is impossible during "
                               "graph capture: create the handle (or call it once) with these before capturing")
-            shape = HTShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout, alignment, self.num_blocks, wire)
+            shape = self.ht_shape(name, num_topk, idx_bytes, layout, alignment, wire)
             shared = shape.shared_bytes if name in ("ht_count", "ht_prepare") else 0
-            self._kernels[key] = self.comm.kernel(name, shape, shared, self.num_blocks, self.tracer)   # type: ignore[arg-type]
+            self._kernels[key] = self.comm.kernel(self.kernel_name(name), shape, shared, self.num_blocks, self.tracer)   # type: ignore[arg-type]
         return self._kernels[key]
+
+    def ht_shape(self, name: str, num_topk: int, idx_bytes: int, layout: Layout, alignment: int, wire: Wire) -> HTShape:
+        """Internal: constants of the kernel `name`."""
+        return HTShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout, alignment, self.num_blocks, wire)
+
+    def maps_memory(self, plan: HTMaps, num_topk: int) -> tuple[int, list[tuple[str, int, int]]]:
+        """Internal: bytes and regions of a handle's maps."""
+        return plan.total_bytes, plan.regions()
+
+    def first_values(self, name: str, backward: bool) -> tuple[int, ...]:
+        """Internal: values of a launch before the window."""
+        return ()
 
     def _meeting(self) -> Kernel:
         return self.ht_kernel("ht_combine", self.config.num_topk, 8, Layout.FLAT, 1)
@@ -68,7 +80,8 @@ class HTGroup(Group):
         nothing = local + self.local_map.header(config.num_slots)   # the header of no slot and of no maps
         signature = Signature(kind, 0, config.token_type, 0, 0, config.num_topk, config.row_bytes // 16).pack()
         window, slots = self._window.handle, self.map.slots
-        values = (window, self.rank, local, record, nothing, 0, 0, 0, -1, window, slots, slots, nothing, 0, signature, status, config.wait_ns)
+        values = (*self.first_values("ht_combine", False), window, self.rank, local, record, nothing, 0, 0, 0, -1, window, slots, slots, nothing, 0,
+                  signature, status, config.wait_ns)
         self.comm.submit(kernel, values, self.num_blocks, kind.name.lower(), (), refusing=status != Status.GO)
 
 

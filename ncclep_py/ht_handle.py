@@ -83,7 +83,7 @@ class HTHandle:
             raise ValueError(f"dispatch_output_per_expert_alignment must be at most {AUTO_ALIGNMENT} while max_recv_tokens_per_rank is AUTO, "
                              f"got {self._alignment}")
         self._maps_plan = HTMaps.build(group.config, group.num_ranks, self.num_topk, self.layout, group.num_blocks)
-        self._maps = group.comm.zeros(self._maps_plan.total_bytes, self._maps_plan.regions())
+        self._maps = group.comm.zeros(*group.maps_memory(self._maps_plan, self.num_topk))
         self._maps_at = self._maps.data_ptr()
         self._closed = False
         self._slots = [-1, -1]           # of the newest forward and backward dispatch
@@ -586,7 +586,8 @@ class HTHandle:
                                          where, self._signature(name, named, backward, global_ids, sent))
         # what a dispatch leaves in its slot's header, and a combine looks for; of maps only the handle counts
         generation = {"ht_prepare": self._routing, "ht_dispatch": self._generation, "ht_combine": self._held[backward]}[name]
-        values = (*fixed[0], *own, *fixed[1], self.id << 32 | generation & 0xFFFFFFFF, fixed[2], status, group.config.wait_ns)
+        first = group.first_values(name, backward)
+        values = (*first, *fixed[0], *own, *fixed[1], self.id << 32 | generation & 0xFFFFFFFF, fixed[2], status, group.config.wait_ns)
         group.keep(tensors, self._maps)
         if group.comm.submit(kernel or self._kernel(name), values, group.num_blocks, name, tensors, refusing=status != Status.GO):
             group.check()

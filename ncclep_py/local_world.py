@@ -32,6 +32,7 @@ from ncclep_py.fused import FusedKernel, FusedStream
 from ncclep_py.kernels.shape import KernelShape
 from ncclep_py.network import DeviceCommunicator, refuse
 from ncclep_py.rank_thread import RankThread
+from ncclep_py.topology import Topology
 
 if TYPE_CHECKING:
     import torch
@@ -81,11 +82,13 @@ class LocalWorld:
         fused: launch each operation of all ranks as one grid (``ncclep_py.fused``), so that profilers and sanitizers, which run one kernel at a
             time, can be used; backend nccl, all ranks on one device. Operations that differ between ranks, and graphs, are launched per rank
             all the same. Default: whether the environment variable NCCLEP_FUSED is 1.
+        team_size: simulator: ranks that can address each other's memory, as GPUs of one node; the teams are connected by a network. Default: all.
+            (On nccl the environment variable NCCL_LSA_TEAM_SIZE does this.)
     """
 
     def __init__(self, num_ranks: int, backend: str = "auto", *, devices: Sequence[int] | None = None, seed: int = 0, mode: str = "fair",
                  blocks: int = 2, warps: int = 2, faults: Faults | None = None, threads: bool = False,
-                 fused: bool | None = None) -> None:
+                 fused: bool | None = None, team_size: int = 0) -> None:
         if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
             raise TypeError(f"num_ranks must be an int, got {type(num_ranks).__name__}: {num_ranks!r}")
         if num_ranks < 1:
@@ -103,8 +106,12 @@ class LocalWorld:
             from ncclep_py.simulator import Simulator
 
             self.simulator = Simulator(num_ranks, seed=seed, mode=mode, blocks=blocks, warps=warps, faults=faults)
-            self.communicators = [_SimRank(self, r) for r in range(num_ranks)]
+            size = Topology(num_ranks, team_size or num_ranks).team_size
+            self.simulator.team_size = size if size < num_ranks else 0
+            self.communicators = [_SimRank(self, r, self.simulator.team_size) for r in range(num_ranks)]
         else:
+            if team_size:
+                raise ValueError(f"team_size is for the simulator, got {team_size}; on nccl set the environment variable NCCL_LSA_TEAM_SIZE")
             self._open_nccl(devices, os.environ.get("NCCLEP_FUSED") == "1" if fused is None else fused)
 
     def _open_nccl(self, devices: Sequence[int] | None, fused: bool) -> None:
@@ -395,9 +402,10 @@ class _SimRank(Communicator):
 
     backend = "sim"
 
-    def __init__(self, world: LocalWorld, rank: int) -> None:
+    def __init__(self, world: LocalWorld, rank: int, team_size: int = 0) -> None:
         import torch
 
+        self.team_size = team_size
         self.world, self.rank, self.num_ranks, self.ranks_on_device = world, rank, world.num_ranks, world.num_ranks
         self.device, self._state = torch.device("cpu"), _KeptState(None)
         self._kept: list[Any] = []
@@ -437,6 +445,15 @@ class _SimRank(Communicator):
 
     def sit_out(self) -> None:
         self.world.step(_Step("an operation", (self, None, (), 0, "nothing", (), False), _simulate))
+
+    def device_communicator(self, needs: DeviceNeeds) -> DeviceCommunicator:
+        def perform(wanted: list[Any]) -> list[DeviceCommunicator]:
+            from ncclep_py.simulator.network import Network
+
+            made = Network(self.world.simulator, self.team_size, needs.contexts, needs.connection == "rail") if needs.network else None
+            return [DeviceCommunicator(made.number if made else 0, n) for n in wanted]
+
+        return self.world.step(_Step("device_communicator", needs, perform))
 
     def zeros(self, num_bytes: int, regions: Sequence[tuple[str, int, int]]) -> torch.Tensor:
         memory = _cpu_bytes(num_bytes)

@@ -40,7 +40,7 @@ class Simulator:
         stamps: (rank, block, kernel, phase, step) of every stamp, for `timeline.events_of`; None: not collected.
         poisoned: number of slots poisoned so far, over all ranks.
         team_size: ranks that can address each other's memory, 0 for all.
-        network: what is between teams; it sets itself (``network.Network``).
+        network: what is between teams, the newest of `networks`; it sets itself (``network.Network``).
     """
 
     def __init__(self, num_ranks: int, seed: int = 0, mode: str = "fair", blocks: int = 2, warps: int = 2, faults: Faults | None = None,
@@ -65,6 +65,7 @@ class Simulator:
         self.num_ranks, self.seed, self.blocks, self.warps = num_ranks, seed, blocks, warps
         self.team_size = 0
         self.network: Network | None = None
+        self.networks: list[Network] = []
         self.faults, self.poison, self.resident_blocks = faults or Faults(), poison, resident_blocks
         self.ledger = Ledger(num_ranks * (blocks * warps + 1))
         self.memory = Memory(self.ledger)

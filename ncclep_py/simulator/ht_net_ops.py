@@ -19,11 +19,10 @@ from ncclep_py.simulator.words import Word
 __all__: list[str] = []   # looked up by name
 
 
-def _network(call: Call) -> Network:
-    network = call.sim.network
-    if network is None:
-        raise ValueError("operations over several teams need a simulator with a network: Network(sim, ...)")
-    return network
+def _network(call: Call, comm: int) -> Network:
+    if not 0 <= comm < len(call.sim.networks):
+        raise ValueError(f"operations over several teams need a network, and there is no number {comm}: Network(sim, ...)")
+    return call.sim.networks[comm]
 
 
 def _team(rank: int, team_size: int) -> range:
@@ -79,7 +78,7 @@ def ht_net_advance(call: Call, task: Task, word: int, count: int) -> int:
 # ---- the network -----------------------------------------------------------------------------------------------------------------
 def ht_net_put(call: Call, task: Task, comm: int, window: int, peer: int, context: int, target_at: int, source_at: int, num_bytes: int) -> int:
     """One put."""
-    return call.perform(task, (), {"net": lambda a: _network(call).put(task, window, peer, context, target_at, source_at, num_bytes)})
+    return call.perform(task, (), {"net": lambda a: _network(call, comm).put(task, window, peer, context, target_at, source_at, num_bytes)})
 
 
 def ht_net_put_rows(call: Call, task: Task, comm: int, window: int, peer: int, context: int, target_at: int, source_at: int, routes: int, first: int,
@@ -97,24 +96,25 @@ def ht_net_put_rows(call: Call, task: Task, comm: int, window: int, peer: int, c
 
     def issue(access: Access) -> None:
         for begin, stop in runs:
-            _network(call).put(task, window, peer, context, target_at + begin * row_bytes, source_at + begin * row_bytes, (stop - begin) * row_bytes)
+            at, size = begin * row_bytes, (stop - begin) * row_bytes
+            _network(call, comm).put(task, window, peer, context, target_at + at, source_at + at, size)
 
     return call.perform(task, (), {"routes": choose, "net": issue})
 
 
 def ht_net_put_tag(call: Call, task: Task, comm: int, window: int, peer: int, context: int, target_at: int, epoch: int, low: int) -> int:
     """A word."""
-    return call.perform(task, (), {"net": lambda a: _network(call).put_value(task, window, peer, context, target_at, tagged(epoch, low))})
+    return call.perform(task, (), {"net": lambda a: _network(call, comm).put_value(task, window, peer, context, target_at, tagged(epoch, low))})
 
 
 def ht_net_signal(call: Call, task: Task, comm: int, peer: int, context: int, signal: int, amount: int) -> int:
     """Add to a signal."""
-    return call.perform(task, (), {"net": lambda a: _network(call).signal(task, peer, context, signal, amount)})
+    return call.perform(task, (), {"net": lambda a: _network(call, comm).signal(task, peer, context, signal, amount)})
 
 
-def _wait_signals(call: Call, task: Task, access: Access, signals: Sequence[tuple[int, int, int, int]]) -> int | None:
+def _wait_signals(call: Call, task: Task, access: Access, comm: int, signals: Sequence[tuple[int, int, int, int]]) -> int | None:
     """Wait for signals (source, context, id, least): the source of the first that does not come, or None."""
-    network = _network(call)
+    network = _network(call, comm)
 
     def missing() -> list[tuple[int, int, int, int]]:
         return [s for s in signals if network.seen(task.rank, s[1], s[2]) < s[3]]
@@ -143,10 +143,11 @@ def ht_net_wait_chunk(call: Call, task: Task, comm: int, window: int, tag: int, 
         nonlocal came
         if task.warp:
             return 0
-        if _wait_signals(call, task, access, [(peer, context, signal, least)]) is None:
+        if _wait_signals(call, task, access, comm, [(peer, context, signal, least)]) is None:
             came = True
             return 0
-        return call.give_up(task, fail, record, Code.TIMEOUT, epoch, Phase.ROWS, rank, peer, peer, _network(call).seen(rank, context, signal), least)
+        seen = _network(call, comm).seen(rank, context, signal)
+        return call.give_up(task, fail, record, Code.TIMEOUT, epoch, Phase.ROWS, rank, peer, peer, seen, least)
 
     def look(access: Access) -> int | None:
         if not came:
@@ -187,7 +188,7 @@ def ht_net_publish_head(call: Call, task: Task, window: int, heads: int, rank: i
 def ht_net_enter(call: Call, task: Task, comm: int, window: int, heads: int, rank: int, num_ranks: int, team_size: int, channels: int, contexts: int,
                  adds: int, count: int, epoch: int, signature: int, status: int, fail: int, record: int, timeout: int) -> int:
     """Drain, then HEAD to rail peers."""
-    network, dry = _network(call), dict[int, bool]()
+    network, dry = _network(call, comm), dict[int, bool]()
 
     def ids(peer: int) -> list[tuple[int, int, int, int]]:
         base = peer // team_size * (channels + 1)
@@ -198,7 +199,7 @@ def ht_net_enter(call: Call, task: Task, comm: int, window: int, heads: int, ran
             return None
         rails = _rails(rank, num_ranks, team_size)
         if access.effect.kind == "ld":
-            left = _wait_signals(call, task, access, [s for peer in rails for s in ids(peer)])
+            left = _wait_signals(call, task, access, comm, [s for peer in rails for s in ids(peer)])
             dry.update({peer: all(network.seen(rank, s[1], s[2]) >= s[3] for s in ids(peer)) for peer in rails})
             if left is None:
                 return 0
@@ -247,7 +248,7 @@ def ht_net_wait_entered(call: Call, task: Task, comm: int, rank: int, num_ranks:
         if task.warp:
             return 0
         rails = _rails(rank, num_ranks, team_size)
-        left = _wait_signals(call, task, access, [(p, 0, p // team_size * (channels + 1), count + 1) for p in rails])
+        left = _wait_signals(call, task, access, comm, [(p, 0, p // team_size * (channels + 1), count + 1) for p in rails])
         return 0 if left is None else call.give_up(task, fail, record, Code.TIMEOUT, epoch, Phase.HEAD, rank, left, left, count, count + 1)
 
     return call.perform(task, (comm, rank, num_ranks, team_size, channels, count, epoch, fail, record, timeout), {"net": wait})

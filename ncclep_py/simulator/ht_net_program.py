@@ -61,7 +61,7 @@ class HTNetProgram(HTProgram):
 
     def _launch(self, kind: str, rank: int, values: dict[str, int]) -> None:
         backward = int(kind == "combine" and Signature.unpack(values["signature"]).backward)
-        super()._launch(kind, rank, values | {"comm": 0, "backward": backward})
+        super()._launch(kind, rank, values | {"comm": self.network.number, "backward": backward})
 
     def dispatch_quantised(self, handle: int = 0) -> None:
         """Enqueue a dispatch of `wire`'s rows and scales, bytes as they come, and a look at what arrived."""

@@ -73,6 +73,7 @@ class Network:
     """The network of one simulator whose ranks form teams: made once, before the simulator runs, it becomes ``sim.network``.
 
     Attributes:
+        number: what kernels of several groups tell their networks apart by, ``sim.networks[number]``; each has signals of its own.
         puts: number of puts so far, values included.
         lost: pairs (source, target) of ranks between which everything vanishes from now on.
         slow: ranks to and from which things take as long as they can.
@@ -88,7 +89,8 @@ class Network:
         self.puts = 0
         self.lost: set[tuple[int, int]] = set()
         self.slow: set[int] = set()
-        sim.team_size, sim.network = team_size, self
+        sim.team_size, sim.network, self.number = team_size, self, len(sim.networks)
+        sim.networks.append(self)
         for source in range(sim.num_ranks):
             for target in range(sim.num_ranks):
                 if source // team_size == target // team_size or (rail_only and (source - target) % team_size):
