@@ -17,6 +17,7 @@ from typing import Any
 from ncclep_py.config import Algorithm, GroupConfig, Layout, TokenType
 from ncclep_py.cost_model import MACHINES, OURS, Cost, Machine, Workload, chunk_tokens, predict
 from ncclep_py.ht_memory_map import HTWindowMap, ht_local_map
+from ncclep_py.ht_net_map import HTNetMap
 from ncclep_py.memory_map import LocalMap, WindowMap
 from ncclep_py.topology import Topology
 
@@ -112,14 +113,12 @@ def network_map(config: GroupConfig, topology: Topology, chunk: int = CHUNKS[-1]
     if topology.num_teams == 1:
         return None
     ranks, size = topology.num_ranks, topology.team_size
-    high = config.algorithm is Algorithm.HIGH_THROUGHPUT
-    name = "ncclep_py.ht_net_map" if high else "ncclep_py.net_map"
-    if importlib.util.find_spec(name) is None:
+    if config.algorithm is Algorithm.HIGH_THROUGHPUT:
+        return HTNetMap.build(config, ranks, size, HTWindowMap.build(config, ranks), ht_local_map(config), chunk)
+    if importlib.util.find_spec("ncclep_py.ll_net_map") is None:
         return None
-    maps = importlib.import_module(name)
-    if high:
-        return maps.HTNetMap.build(config, ranks, size, HTWindowMap.build(config, ranks), ht_local_map(config), chunk)
-    return maps.NetMap.build(config, topology)
+    plans = WindowMap.build(config, ranks), LocalMap.build(config)
+    return importlib.import_module("ncclep_py.ll_net_map").LLNetMap.build(config, ranks, size, *plans)
 
 
 def device_needs(config: GroupConfig, topology: Topology) -> DeviceNeeds:

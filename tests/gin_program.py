@@ -1,0 +1,352 @@
+"""What tests/test_gpu_gin.py runs in a process of its own: every case of both algorithms over several teams, each result against the oracle by bits.
+
+    python tests/gin_program.py run ll_expert_major --teams 2          # 8 ranks here; NCCL_LSA_TEAM_SIZE and NCCL_RMA_PLUGIN are the caller's
+    python tests/gin_program.py run ht_flat --teams 2 --backend sim    # the same in the simulator
+    torchrun --nproc-per-node 4 tests/gin_program.py run ll_expert_major --teams 2 --processes
+    python tests/gin_program.py prepare FOLDER --arch sm_90            # cubins of all of it, for NCCLEP_CUBIN_DIR on a machine that cannot link them
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch  # noqa: E402
+from test_ht_host import BACKWARD, COMBINE_BACKWARD, Case  # noqa: E402
+
+from ncclep_py import (  # noqa: E402
+    Algorithm,
+    CombineInputs,
+    CombineOutputs,
+    Communicator,
+    DispatchConfig,
+    DispatchInputs,
+    DispatchQuant,
+    EpError,
+    EpPeerError,
+    EpTimeoutError,
+    Group,
+    GroupConfig,
+    Layout,
+    LayoutInfo,
+    LocalWorld,
+    OverflowPolicy,
+)
+from ncclep_py import reference as ref  # noqa: E402
+from ncclep_py.kernels.shape import Wire  # noqa: E402
+from ncclep_py.testing import bits_equal, first_difference, random_routing, stamped_tokens, weights_like  # noqa: E402
+from ncclep_py.topology import Topology  # noqa: E402
+
+SECONDS = 10
+LOW = GroupConfig(num_experts=32, max_dispatch_tokens_per_rank=24, hidden=512, num_topk=4, max_num_sms=8, timeout_ns=SECONDS * 10**9)
+HIGH = GroupConfig(num_experts=32, max_dispatch_tokens_per_rank=80, hidden=512, num_topk=4, max_num_sms=8, timeout_ns=SECONDS * 10**9,
+                   algorithm=Algorithm.HIGH_THROUGHPUT)
+DROPPING = GroupConfig(num_experts=32, max_dispatch_tokens_per_rank=80, hidden=512, num_topk=4, max_num_sms=8, timeout_ns=SECONDS * 10**9,
+                       algorithm=Algorithm.HIGH_THROUGHPUT, max_recv_tokens_per_rank=100, overflow_policy=OverflowPolicy.DROP)
+WIRES = [Wire(512, 128), Wire(512, 16, True)]
+"""QUANT_FWD rows of 512 bytes with 128 of scales, and DS_FP8."""
+
+
+def equal(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    assert bits_equal(got.cpu(), want), f"{what}: {first_difference(got.cpu(), want)}"
+
+
+def counts_of(ranks: int, most: int) -> list[int]:
+    """Tokens of each rank: all, none and some."""
+    return [(most, 0, 7 % (most + 1), most // 2)[r % 4] for r in range(ranks)]
+
+
+# ---- low latency ---------------------------------------------------------------------------------------------------------
+class Low:
+    """Inputs of all ranks, and what dispatch and combine must give."""
+
+    def __init__(self, ranks: int, layout: Layout, seed: int) -> None:
+        self.layout, self.counts, self.local = layout, counts_of(ranks, LOW.max_dispatch_tokens_per_rank), LOW.num_experts // ranks
+        self.ids = [random_routing(r, n, LOW.num_topk, LOW.num_experts, seed=1000 * seed + 7, dropped=0.1) for r, n in enumerate(self.counts)]
+        self.tokens = [stamped_tokens(r, n, LOW.hidden, torch.bfloat16, seed=seed) for r, n in enumerate(self.counts)]
+        self.weights = [weights_like(i, seed=31 * seed + r) for r, i in enumerate(self.ids)]
+        sizes = {"num_experts": LOW.num_experts, "max_dispatch_tokens_per_rank": LOW.max_dispatch_tokens_per_rank}
+        if layout is Layout.EXPERT_MAJOR:
+            self.received: Any = ref.ll_expert_major_dispatch(self.tokens, self.ids, **sizes)
+            self.made = [self.experts(w.tokens.clone(), r) for r, w in enumerate(self.received)]
+            self.combined = ref.ll_expert_major_combine(self.made, [w.rows for w in self.received], self.weights)
+        else:
+            self.received = ref.ll_rank_major_dispatch(self.tokens, self.ids, self.weights, **sizes)
+            self.made = [self.experts(w.tokens.clone(), r) for r, w in enumerate(self.received)]
+            self.combined = ref.ll_rank_major_combine(self.made, [w.rows for w in self.received])
+
+    def experts(self, rows: torch.Tensor, rank: int) -> torch.Tensor:
+        """A different, exact change of each plane, so that a wrong plane shows."""
+        for plane in range(rows.shape[0]):
+            rows[plane] *= (-1.0 if (rank + plane) % 2 else 1.0) * 2.0 ** (plane % 3)
+        return rows
+
+    def check_received(self, rank: int, got: Any) -> None:
+        """Every valid row, with ids and weights where there are some."""
+        want = self.received[rank]
+        if self.layout is Layout.EXPERT_MAJOR:
+            counters = got.layout_info.expert_counters.cpu()
+            expected = want.expert_counters
+        else:
+            counters = got.layout_info.src_rank_counters.cpu()
+            expected = want.src_rank_counters
+            equal(got.topk_idx, want.topk_idx, f"rank {rank}, ids")
+        assert torch.equal(counters, expected), f"rank {rank}: counts {counters.tolist()}, expected {expected.tolist()}"
+        for plane, n in enumerate(counters.tolist()):
+            equal(got.tokens[plane, :n], want.tokens[plane, :n], f"rank {rank}, plane {plane}")
+            if self.layout is Layout.RANK_MAJOR:
+                equal(got.topk_weights[plane, :n], want.topk_weights[plane, :n], f"rank {rank}, weights of plane {plane}")
+
+
+def low(comm: Any, layout: Layout, cases: list[Low]) -> None:
+    """Dispatch and combine of several routings on one handle."""
+    rank, device = comm.rank, comm.device
+    with Group.create(comm, LOW) as group:
+        handle = group.create_handle(layout, num_topk=LOW.num_topk)
+        for case in cases:
+            weights = case.weights[rank].to(device)
+            given = DispatchInputs(case.tokens[rank].to(device), weights if layout is Layout.RANK_MAJOR else None)
+            got = handle.dispatch(given, topk_idx=case.ids[rank].to(device))
+            group.check()
+            case.check_received(rank, got)
+            case.experts(got.tokens, rank)
+            equal(handle.combine(got.tokens, topk_weights=weights), case.combined[rank], f"rank {rank}, combined")
+        group.check()
+
+
+def low_recipes(comm: Any, ranks: int) -> None:
+    """QUANT_FWD and DS_FP8: what arrives are the sent or quantised bytes, at the places of the plain rows."""
+    case, rank, device = Low(ranks, Layout.EXPERT_MAJOR, 5), comm.rank, comm.device
+    g = torch.Generator().manual_seed(3)
+    raw = [torch.randint(0, 256, (n, WIRES[0].sent_bytes), generator=g).to(torch.uint8) for n in case.counts]
+    beside = [torch.randint(0, 256, (n, WIRES[0].scale_bytes), generator=g).to(torch.uint8) for n in case.counts]
+    quantised = [ref.quantize_ds_fp8(t) for t in case.tokens]
+    with Group.create(comm, LOW) as group:
+        handle = group.create_handle(Layout.EXPERT_MAJOR, case.ids[rank].to(device))
+        for kind in (DispatchQuant.FWD, DispatchQuant.DS_FP8E3M4):
+            forward = kind is DispatchQuant.FWD
+            given = DispatchInputs((raw if forward else case.tokens)[rank].to(device), scales=beside[rank].to(device) if forward else None)
+            got = handle.dispatch(given, config=DispatchConfig(quant_recipe=kind))
+            group.check()
+            sent, scales = (raw, beside) if forward else ([q for q, _ in quantised], [s for _, s in quantised])
+            compared = 0
+            for source, ids in enumerate(case.ids):
+                for token, k in ((t, k) for t in range(len(ids)) for k in range(LOW.num_topk)):
+                    expert = int(ids[token, k])
+                    if expert < 0 or expert // case.local != rank:
+                        continue
+                    plane, at = divmod(int(case.received[source].rows[token, k]), ranks * LOW.max_dispatch_tokens_per_rank)
+                    for name, have, want in (("row", got.tokens, sent), ("scales", got.scales, scales)):
+                        equal(have[plane - rank * case.local, at].view(torch.uint8), want[source][token].view(torch.uint8), f"{kind.name}, {name}")
+                    compared += 1
+            assert compared == int(got.layout_info.expert_counters.sum())
+            handle.combine(torch.zeros(case.local, ranks * LOW.max_dispatch_tokens_per_rank, LOW.hidden, dtype=torch.bfloat16, device=device),
+                           topk_weights=case.weights[rank].to(device))
+        group.check()
+
+
+# ---- high throughput -----------------------------------------------------------------------------------------------------
+def high(comm: Any, cases: list[Case], combined: list[tuple[list[Any], list[Any]]]) -> None:
+    """Training steps over several routings on one handle; `combined`: of each case, forward and backward results of all ranks."""
+    rank, device = comm.rank, comm.device
+    with Group.create(comm, cases[0].cfg) as group:
+        handle = cases[0].handle(group, rank)
+        for case, (forward, backward) in zip(cases, combined, strict=True):
+            handle.update(case.ids[rank].to(device))
+            n, want = case.used(rank), case.received[rank]
+            got = handle.dispatch(case.tokens[rank].to(device), layout_info=LayoutInfo(recv_topk_idx_kind=case.kind),
+                                  topk_weights=case.weights[rank].to(device))
+            group.check()
+            case.check_counts(rank, got.layout_info)
+            equal(got.tokens[:n], want.tokens[:n], f"rank {rank}, rows")
+            defined = len(want.topk_weights) if case.flat and case.cfg.max_recv_tokens_per_rank else n
+            equal(got.topk_weights[:defined], want.topk_weights[:defined], f"rank {rank}, weights")
+            if case.flat:
+                equal(got.topk_idx[:defined], want.topk_idx[:defined], f"rank {rank}, ids")
+            equal(handle.combine(case.put(got.tokens, case.rows[rank].to(device))), forward[rank].tokens, f"rank {rank}, combined rows")
+            got = handle.dispatch(case.gradients[rank].to(device), config=BACKWARD)
+            equal(got.tokens[:n], case.back[rank].tokens[:n], f"rank {rank}, gradient rows")
+            into = CombineOutputs()
+            out = handle.combine(CombineInputs(case.back_rows[rank].to(device), case.back_weights[rank].to(device)), into, COMBINE_BACKWARD)
+            equal(out, backward[rank].tokens, f"rank {rank}, gradients of tokens")
+            equal(into.topk_weights, backward[rank].topk_weights, f"rank {rank}, gradients of weights")
+        group.check()
+
+
+def high_cases(ranks: int, team: int, layout: Layout, config: GroupConfig) -> tuple[list[Case], list[Any]]:
+    """Three routings, and what combine gives for ranks in teams: partial sums of a team are rounded once."""
+    most = config.max_dispatch_tokens_per_rank
+    alignment = 0 if layout is Layout.FLAT else 16
+    cases = [Case(config, layout, counts, seed=seed, alignment=alignment, ids=None)
+             for seed, counts in enumerate((counts_of(ranks, most), [most] * ranks, [3 * r % 5 for r in range(ranks)]))]
+    combine = ref.ht_flat_combine if layout is Layout.FLAT else ref.ht_expert_major_combine
+    return cases, [(combine(c.plan, c.rows, team_size=team), combine(c.plan, c.back_rows, c.back_weights, team_size=team)) for c in cases]
+
+
+# ---- graphs --------------------------------------------------------------------------------------------------------------
+def replays(comm: Any, config: GroupConfig, layout: Layout, ranks: int, team: int, steps: int = 6) -> None:
+    """A captured pair replayed with new routing, tokens and weights; experts double their rows, so that no sum depends on teams but HT's."""
+    rank, device, most = comm.rank, comm.device, config.max_dispatch_tokens_per_rank
+    x = torch.zeros(most, config.hidden, dtype=torch.bfloat16, device=device)
+    ids = torch.zeros(most, config.num_topk, dtype=torch.int64, device=device)
+    weights = torch.zeros(most, config.num_topk, device=device)
+    high_throughput = config.algorithm is Algorithm.HIGH_THROUGHPUT
+    with Group.create(comm, config) as group:
+        handle = group.create_handle(layout, num_topk=config.num_topk)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="relaxed"):
+            if high_throughput:
+                handle.update(ids)
+                got = handle.dispatch(x, topk_weights=weights)
+                out = handle.combine(got.tokens)
+            else:
+                got = handle.dispatch(x, topk_idx=ids)
+                got.tokens.mul_(2)
+                out = handle.combine(got.tokens, topk_weights=weights)
+        for step in range(steps):
+            everybody = [random_routing(r, most, config.num_topk, config.num_experts, seed=step, dropped=step / 10) for r in range(ranks)]
+            tokens = [stamped_tokens(r, most, config.hidden, torch.bfloat16, seed=step) for r in range(ranks)]
+            new = weights_like(everybody[rank], seed=step)
+            ids.copy_(everybody[rank]), x.copy_(tokens[rank]), weights.copy_(new.nan_to_num(0))
+            comm.together(graph.replay)
+            if high_throughput:
+                plan = ref.ht_flat_map(everybody, num_experts=config.num_experts, max_recv_tokens_per_rank=None)
+                rows = [r.tokens for r in ref.ht_flat_dispatch(plan, tokens)]
+                want = ref.ht_flat_combine(plan, rows, team_size=team)[rank].tokens
+            else:
+                want = ref.moe_layer(tokens[rank], everybody[rank], new, [lambda rows: rows * 2] * config.num_experts)
+            equal(out, want, f"rank {rank}, replay {step}")
+        group.check()
+
+
+# ---- faults --------------------------------------------------------------------------------------------------------------
+def lost(comm: Any, config: GroupConfig, layout: Layout, ranks: int) -> None:
+    """A rank's network stops answering (the plugin's doing): every rank gets an error within a few deadlines, and nobody hangs."""
+    rank, device, most = comm.rank, comm.device, config.max_dispatch_tokens_per_rank
+    ids = random_routing(rank, most, config.num_topk, config.num_experts, seed=1).to(device)
+    tokens, weights = stamped_tokens(rank, most, config.hidden, torch.bfloat16).to(device), weights_like(ids.cpu()).to(device)
+    group = Group.create(comm, config)
+    handle, started = group.create_handle(layout, num_topk=config.num_topk), time.monotonic()
+    try:
+        for _ in range(20):
+            if config.algorithm is Algorithm.HIGH_THROUGHPUT:
+                handle.update(ids)
+                got = handle.dispatch(tokens, topk_weights=weights)
+                handle.combine(got.tokens)
+            else:
+                handle.combine(handle.dispatch(tokens, topk_idx=ids).tokens, topk_weights=weights)
+            group.check()
+    except EpError as error:
+        took = time.monotonic() - started
+        assert isinstance(error, EpTimeoutError | EpPeerError), f"rank {rank}: {type(error).__name__}: {error}"
+        assert took < 6 * SECONDS, f"rank {rank}: the error came after {took:.0f} s"
+        sys.stdout.write(f"rank {rank}: {type(error).__name__} after {took:.1f} s: {error}\n")
+        return
+    raise AssertionError(f"rank {rank}: 20 operations with a lost rank raised nothing")
+
+
+# ---- scenarios -----------------------------------------------------------------------------------------------------------
+LL_LAYOUTS = {"expert_major": Layout.EXPERT_MAJOR, "rank_major": Layout.RANK_MAJOR}
+HT_LAYOUTS = {"flat": Layout.FLAT, "expert_major": Layout.EXPERT_MAJOR}
+SCENARIOS = (*(f"ll_{name}" for name in LL_LAYOUTS), "ll_recipes", "ll_graph", "ll_lost",
+             *(f"ht_{name}" for name in HT_LAYOUTS), *(f"ht_{name}_drop" for name in HT_LAYOUTS), "ht_graph", "ht_lost")
+GPU_ONLY = ("ll_graph", "ht_graph", "ll_lost", "ht_lost")
+
+
+def program_of(scenario: str, ranks: int, team: int) -> Callable[[Any], None]:
+    """The rank program of a scenario; oracles are made once."""
+    algorithm, _, rest = scenario.partition("_")
+    if scenario == "ll_recipes":
+        return lambda comm: low_recipes(comm, ranks)
+    if rest == "graph":
+        return lambda comm: replays(comm, LOW if algorithm == "ll" else HIGH, Layout.EXPERT_MAJOR if algorithm == "ll" else Layout.FLAT, ranks, team)
+    if rest == "lost":
+        return lambda comm: lost(comm, LOW if algorithm == "ll" else HIGH, Layout.EXPERT_MAJOR if algorithm == "ll" else Layout.FLAT, ranks)
+    if algorithm == "ll":
+        cases = [Low(ranks, LL_LAYOUTS[rest], seed) for seed in range(3)]
+        return lambda comm: low(comm, LL_LAYOUTS[rest], cases)
+    layout = HT_LAYOUTS[rest.removesuffix("_drop")]
+    steps, combined = high_cases(ranks, team, layout, DROPPING if rest.endswith("_drop") else HIGH)
+    return lambda comm: high(comm, steps, combined)
+
+
+def used_network() -> str:
+    """What the loopback plugin of this process moved, to be sure that it was used."""
+    path = os.environ.get("NCCL_RMA_PLUGIN")
+    if not path or not os.path.exists(path):
+        return "no loopback plugin"
+    words = (ctypes.c_uint64 * 6)()
+    ctypes.CDLL(path).loopback_counts(words)
+    return " ".join(f"{name}={n}" for name, n in zip(("puts", "signals", "landed", "lost", "passed", "rings"), words, strict=True))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run a scenario and say that all was equal."""
+    ranks = int(os.environ["WORLD_SIZE"]) if options.processes else options.ranks
+    topology = Topology(ranks, ranks // options.teams)
+    program = program_of(options.scenario, ranks, topology.team_size)
+    if options.processes:
+        with Communicator.from_environment() as comm:
+            told = [comm.topology]
+            program(comm)
+            who = f"rank {comm.rank}: "
+    else:
+        more = {"team_size": topology.team_size} if options.backend == "sim" and topology.num_teams > 1 else {}
+        world = LocalWorld(ranks, options.backend, **more)
+        told, who = [comm.topology for comm in world.communicators], ""
+        world.run(program)
+        if not options.scenario.endswith("_lost"):
+            world.close()
+    assert all(t == topology for t in told), f"NCCL made {told[0]}, {topology} was asked for (NCCL_LSA_TEAM_SIZE)"
+    sys.stdout.write(f"{who}{options.scenario}: bitwise equal, {topology.num_teams} teams; {used_network()}\n")
+    sys.stdout.flush()
+    if options.scenario.endswith("_lost"):
+        os._exit(0)   # ranks are gone: nothing collective can end this
+    return 0
+
+
+def prepare(options: argparse.Namespace) -> int:
+    """Compile the kernels of all scenarios and numbers of teams."""
+    from ncclep_py.compile import build
+
+    for teams in options.teams:
+        topology = Topology(options.ranks, options.ranks // teams)
+        high_of: dict[str, Any] = {"alignment": 16}
+        for config, layouts, more in ((LOW, LL_LAYOUTS, {"wires": WIRES}), (HIGH, HT_LAYOUTS, high_of), (DROPPING, HT_LAYOUTS, high_of)):
+            try:
+                made = build(config, topology, options.arch.split(","), options.out, layouts=list(layouts.values()), **more)
+                sys.stdout.write(f"{teams} teams, {config.algorithm.name}: {len(made)} cubins\n")
+            except NotImplementedError as e:
+                sys.stdout.write(f"{teams} teams, {config.algorithm.name}: {e}\n")
+    return 0
+
+
+def main() -> int:
+    """The command line above."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("run")
+    one.add_argument("scenario", choices=SCENARIOS)
+    one.add_argument("--ranks", type=int, default=8)
+    one.add_argument("--teams", type=int, default=2)
+    one.add_argument("--backend", choices=("nccl", "sim"), default="nccl")
+    one.add_argument("--processes", action="store_true")
+    all_of_it = commands.add_parser("prepare")
+    all_of_it.add_argument("out", type=Path)
+    all_of_it.add_argument("--arch", default="sm_90")
+    all_of_it.add_argument("--ranks", type=int, default=8)
+    all_of_it.add_argument("--teams", type=int, nargs="+", default=[1, 2, 4, 8])
+    options = parser.parse_args()
+    return run(options) if options.command == "run" else prepare(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

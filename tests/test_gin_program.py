@@ -1,0 +1,54 @@
+"""The program of the GPU tests over several teams, run in the simulator: its cases are right, and notice what is wrong."""
+
+import gin_program
+import pytest
+import torch
+
+from ncclep_py import LocalWorld
+from ncclep_py.topology import Topology
+
+SIMULATED = ["ll_rank_major", "ll_recipes", "ht_expert_major_drop"]   # the others run below
+
+
+def has_teams(scenario):
+    """Whether the simulator runs groups over several teams."""
+    try:
+        with LocalWorld(4, "sim", team_size=2) as world:
+            world.run(lambda comm: gin_program.Group.create(comm, gin_program.LOW if scenario.startswith("ll") else gin_program.HIGH).close())
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("scenario", SIMULATED)
+def test_one_team(scenario):
+    assert scenario in gin_program.SCENARIOS
+    with LocalWorld(4, "sim") as world:
+        world.run(gin_program.program_of(scenario, 4, 4))
+
+
+@pytest.mark.parametrize("scenario", ["ll_expert_major", "ht_flat"])
+def test_two_teams(scenario):
+    if not has_teams(scenario):
+        pytest.skip("groups over several teams are not built yet")
+    with LocalWorld(4, "sim", team_size=2) as world:
+        assert world.communicators[0].topology == Topology(4, 2)
+        world.run(gin_program.program_of(scenario, 4, 2))
+
+
+@pytest.mark.parametrize("scenario", ["ll_expert_major", "ht_flat"])
+def test_a_wrong_bit_is_seen(monkeypatch, scenario):
+    """One bit of one combined row differs: the program must say where."""
+    module = gin_program.ref
+    name = f"{scenario}_combine"
+    made = getattr(module, name)
+
+    def wrong(*arguments, **named):
+        out = made(*arguments, **named)
+        first = next(t for t in (getattr(o, "tokens", o) for o in out) if len(t))
+        first.view(torch.int16)[0, 5] ^= 1
+        return out
+
+    monkeypatch.setattr(module, name, wrong)
+    with LocalWorld(4, "sim") as world, pytest.raises(AssertionError, match="1 of .* differ, first at .0, 5."):
+        world.run(gin_program.program_of(scenario, 4, 4))
