@@ -24,7 +24,7 @@ ARGUMENTS = {
     "put": (VOID, ctypes.c_int, U64, VOID, ctypes.c_size_t, U64, VOID, ctypes.c_uint32, VOID),
     "put_signal": (VOID, ctypes.c_int, U64, VOID, ctypes.c_size_t, U64, VOID, ctypes.c_uint32, U64, VOID, U64, ctypes.c_uint32, ctypes.c_bool, VOID),
     "get": (VOID, ctypes.c_int, U64, VOID, ctypes.c_size_t, U64, VOID, ctypes.c_uint32, VOID), "test": (VOID, VOID, VOID), "progress": (VOID,)}
-HOST, ADD, INCREMENT, HANDLE = 1, 2, 1, 128
+HOST, CUDA, ADD, INCREMENT, HANDLE = 1, 2, 2, 1, 128
 PUTS, SIGNALS, LANDED, LOST, PASSED, RINGS = range(6)
 
 
@@ -63,7 +63,7 @@ class Plugin:
 class Rank:
     """One rank of a connection with one window of host memory and one block of signals, registered in this order."""
 
-    def __init__(self, plugin, handles, rank, listener, size=4096):
+    def __init__(self, plugin, handles, rank, listener, size=4096, kind=HOST):
         self.plugin, self.rank = plugin, rank
         endpoint = VOID()
         pointers = (VOID * len(handles))(*(ctypes.cast(h, VOID) for h in handles))
@@ -74,7 +74,7 @@ class Rank:
         self.regions = []
         for memory in (self.window, self.signals):
             region = VOID()
-            plugin.call("register", endpoint, ctypes.cast(memory, VOID), ctypes.sizeof(memory), HOST, 0, ctypes.byref(region))
+            plugin.call("register", endpoint, ctypes.cast(memory, VOID), ctypes.sizeof(memory), kind, 0, ctypes.byref(region))
             self.regions.append(region)
 
     def put(self, peer, source, target, size, context=0, signal=None, value=1, op=ADD):
@@ -313,3 +313,52 @@ def test_it_leaves_no_shared_memory(plugin, world):
     left = {p.name for p in pathlib.Path("/dev/shm").glob(f"loopback-rma-{os.getpid()}-*")}
     world.clear()
     assert not left
+
+
+# ---- device memory, over a driver that works late --------------------------------------------------------------------------
+def on_a_late_gpu(path, fake, delay, reorder):
+    """In a process of its own, whose libcuda is the stand-in: puts and signals between device memory, in order, and nothing left over."""
+    driver = ctypes.CDLL(fake, mode=ctypes.RTLD_GLOBAL)
+    driver.fake_events.restype, driver.fake_current.restype = U64, VOID
+    plugin = Plugin(path)
+    plugin.configure(delay=delay, reorder=reorder, seed=5)
+    heard = [plugin.listen() for _ in range(3)]
+    ranks = [Rank(plugin, [h for h, _ in heard], r, listener, kind=CUDA) for r, (_, listener) in enumerate(heard)]
+    choose, put, requests = random.Random(1), [], []
+    for n in range(80):
+        text = bytes(choose.randrange(1, 256) for _ in range(choose.choice((8, 40))))
+        fill(ranks[0], 40 * n, text)
+        put.append((40 * n, text))
+        requests.append(ranks[0].put(1, 40 * n, 40 * n, len(text), signal=2))
+        requests.append(ranks[2].put(1, 0, 0, 0, context=1, signal=3))
+        for at, done in put[: ranks[1].signals[2]]:
+            assert ranks[1].window.raw[at: at + len(done)] == done, "a signal came before what was put"
+        plugin.advance(choose.randrange(30))
+    for _ in range(100_000):
+        requests = [r for r in requests if not ranks[0].done(r)]
+        for at, done in put[: ranks[1].signals[2]]:
+            assert ranks[1].window.raw[at: at + len(done)] == done, "a signal came before what was put"
+        if not requests and not plugin.library.loopback_pending():
+            break
+        plugin.advance(20)
+    assert not requests and list(ranks[1].signals[2:4]) == [80, 80]
+    assert all(ranks[1].window.raw[at: at + len(text)] == text for at, text in put)
+    assert driver.fake_events() == 0          # all given back
+    assert driver.fake_current() is None      # the caller's context kept
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize(("delay", "reorder"), [(0, False), (100, False), (100, True)])
+def test_device_memory(library, tmp_path, delay, reorder):
+    fake = build.build(tmp_path / "libcuda.so.1", build.HERE / "fake_cuda.cc")
+    environment = os.environ.get("LD_LIBRARY_PATH")
+    try:
+        os.environ["LD_LIBRARY_PATH"] = f"{tmp_path}:{environment or ''}"
+        other = multiprocessing.get_context("spawn").Process(target=on_a_late_gpu, args=(str(library), str(fake), delay, reorder))
+        other.start()
+    finally:
+        os.environ.pop("LD_LIBRARY_PATH") if environment is None else os.environ.__setitem__("LD_LIBRARY_PATH", environment)
+    other.join(60)
+    other.kill()
+    assert other.exitcode == 0

@@ -37,11 +37,11 @@ def why_not():
     return ""
 
 
-def build(out):
-    """Compile to `out`; ``RuntimeError`` with the compiler's words."""
+def build(out, source=SOURCE):
+    """Compile `source` to `out`; ``RuntimeError`` with the compiler's words."""
     out = pathlib.Path(out)
     part = out.with_suffix(f".{os.getpid()}.part")
-    command = [compiler(), "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-shared", "-fPIC", str(SOURCE), "-o",
+    command = [compiler(), "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-shared", "-fPIC", str(source), "-o",
                str(part), *(f"-isystem{f}" for f in include_folders()), "-ldl", "-lrt", "-pthread"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if ran.returncode:

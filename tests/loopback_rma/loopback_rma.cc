@@ -10,6 +10,7 @@
 //   LOOPBACK_DELAY_US     a put or signal waits up to so many microseconds (0: none), and again between reading its bytes and writing them
 //   LOOPBACK_REORDER=1    puts pass each other and land in pieces; only a signal waits, for all earlier puts of its (source, context, target)
 //   LOOPBACK_SEED         of the delays
+//   LOOPBACK_RECEIVES     NCCL lets 32 times as many requests of a context and peer be under way (default 64)
 //   LOOPBACK_LOSE_RANK    puts and signals from and to this rank of a connection vanish,
 //   LOOPBACK_LOSE_AFTER   after so many of them,
 //   LOOPBACK_LOSE=ack     yet are acknowledged at the source (default); LOOPBACK_LOSE=never: their requests never complete
@@ -44,7 +45,7 @@ constexpr size_t kRingBytes = size_t(4) << 20, kPieceBytes = size_t(256) << 10;
 // ---- the GPU, if any of the memory is there ------------------------------------------------------------------------------
 // libcuda is looked up at run time: tests on host memory run where there is none.
 struct Driver {
-  decltype(&cuInit) init; decltype(&cuDeviceGet) device; decltype(&cuDevicePrimaryCtxRetain) retain; decltype(&cuCtxSetCurrent) set;
+  decltype(&cuInit) init; decltype(&cuDeviceGet) device; decltype(&cuDevicePrimaryCtxRetain) retain; decltype(&cuCtxSetCurrent) set; decltype(&cuCtxGetCurrent) get;
   decltype(&cuStreamCreateWithPriority) stream; decltype(&cuStreamSynchronize) wait; decltype(&cuMemcpyAsync) copy;
   CUresult (*write64)(CUstream, CUdeviceptr, cuuint64_t, unsigned); decltype(&cuPointerGetAttribute) attribute;
   CUresult (*event)(CUevent*, unsigned); CUresult (*record)(CUevent, CUstream); CUresult (*query)(CUevent); CUresult (*destroy)(CUevent);
@@ -55,7 +56,7 @@ struct Driver {
     if (ready) return true;
     void* library = dlopen("libcuda.so.1", RTLD_NOW);
     return ready = library && find(library, "cuInit", init) && find(library, "cuDeviceGet", device) && find(library, "cuDevicePrimaryCtxRetain", retain) &&
-                   find(library, "cuCtxSetCurrent", set) && find(library, "cuStreamCreateWithPriority", stream) && find(library, "cuStreamSynchronize", wait) &&
+                   find(library, "cuCtxSetCurrent", set) && find(library, "cuCtxGetCurrent", get) && find(library, "cuStreamCreateWithPriority", stream) && find(library, "cuStreamSynchronize", wait) &&
                    find(library, "cuMemcpyAsync", copy) && find(library, "cuStreamWriteValue64_v2", write64) &&
                    find(library, "cuPointerGetAttribute", attribute) && find(library, "cuEventCreate", event) && find(library, "cuEventRecord", record) &&
                    find(library, "cuEventQuery", query) && find(library, "cuEventDestroy_v2", destroy) && init(0) == CUDA_SUCCESS;
@@ -78,6 +79,14 @@ Gpu* gpu_of(int ordinal) {
   }
   return driver.set(found->second.context) ? nullptr : &found->second;
 }
+
+// NCCL's threads keep the context they came with, also where ranks of several GPUs share this process.
+struct KeepContext {
+  CUcontext before = nullptr;
+  bool kept;
+  KeepContext() : kept(driver.ready && driver.get(&before) == CUDA_SUCCESS) {}
+  ~KeepContext() { if (kept) driver.set(before); }
+};
 
 // ---- ranks, memory -------------------------------------------------------------------------------------------------------
 struct Region { char* address; size_t bytes; int kind; int device; int index; };
@@ -361,7 +370,8 @@ struct Properties {   // of one adapter; what NCCL calls the properties of a net
   int16_t rail, plane;
 };
 ncclResult_t properties(int, Properties* p) {
-  *p = Properties{"loopback", nullptr, 42, kHostPointer | kCudaPointer, 0, 0, 100000, 0, 1.0f, 65536, 64, NCCL_NET_DEVICE_GIN_PROXY, 0,
+  const int receives = number_of("LOOPBACK_RECEIVES") ? int(number_of("LOOPBACK_RECEIVES")) : 64;
+  *p = Properties{"loopback", nullptr, 42, kHostPointer | kCudaPointer, 0, 0, 100000, 0, 1.0f, 65536, receives, NCCL_NET_DEVICE_GIN_PROXY, 0,
                   {1, {0}}, size_t(1) << 30, size_t(1) << 29, 1, -1, -1};
   return ncclSuccess;
 }
@@ -412,8 +422,8 @@ ncclResult_t register_region(void* endpoint, void* data, size_t bytes, int kind,
   std::lock_guard<std::mutex> hold(lock);
   auto* me = static_cast<Endpoint*>(endpoint);
   int device = 0;
-  if (kind == kCudaPointer && (!driver.load() || driver.attribute(&device, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, CUdeviceptr(data))))
-    return ncclUnhandledCudaError;
+  if (kind == kCudaPointer && !driver.load()) return ncclUnhandledCudaError;
+  if (kind == kCudaPointer && driver.attribute(&device, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, CUdeviceptr(data))) device = 0;
   auto* r = new Region{static_cast<char*>(data), bytes, kind, device, int(me->regions.size())};
   me->regions.push_back(r);
   signal_value.erase(signal_value.lower_bound(uint64_t(data)), signal_value.lower_bound(uint64_t(data) + bytes));   // memory that is used again
@@ -455,6 +465,7 @@ void add(Endpoint* me, int c, uint32_t target, Region* from, uint64_t from_off, 
 ncclResult_t put_signal(void* ctx, int c, uint64_t from_off, void* from, size_t bytes, uint64_t to_off, void* to, uint32_t rank,
                         uint64_t signal_off, void* signal, uint64_t value, uint32_t op, bool, void** request) {
   std::lock_guard<std::mutex> hold(lock);
+  KeepContext keep;
   auto* me = static_cast<Endpoint*>(ctx);
   if (int(rank) >= me->ranks) return ncclInvalidArgument;
   auto* made = new Request;
@@ -482,6 +493,7 @@ ncclResult_t put(void* ctx, int c, uint64_t from_off, void* from, size_t bytes, 
 }
 ncclResult_t get(void* ctx, int, uint64_t from_off, void* from, size_t bytes, uint64_t to_off, void* to, uint32_t rank, void** request) {
   std::lock_guard<std::mutex> hold(lock);
+  KeepContext keep;
   auto* me = static_cast<Endpoint*>(ctx);
   Endpoint* peer = int(rank) < me->ranks ? (*me->group)[rank] : nullptr;
   if (!peer) return ncclInvalidUsage;   // no gets between processes
@@ -495,6 +507,7 @@ ncclResult_t get(void* ctx, int, uint64_t from_off, void* from, size_t bytes, ui
 ncclResult_t flush(void*, int, void*, uint32_t, void** request) { *request = nullptr; return ncclSuccess; }   // what was got is there
 ncclResult_t test(void*, void* request, int* done) {
   std::lock_guard<std::mutex> hold(lock);
+  KeepContext keep;
   auto* r = static_cast<Request*>(request);
   if (!r->done)
     if (auto error = progress_all()) return error;
@@ -504,6 +517,7 @@ ncclResult_t test(void*, void* request, int* done) {
 }
 ncclResult_t progress(void*) {
   std::lock_guard<std::mutex> hold(lock);
+  KeepContext keep;
   return progress_all();
 }
 ncclResult_t last_error(void*, bool* failed) { *failed = false; return ncclSuccess; }
@@ -535,6 +549,7 @@ EXPORTED void loopback_configure(uint64_t delay_us, int reorder, uint64_t seed, 
 }
 EXPORTED int loopback_advance(uint64_t us) {
   std::lock_guard<std::mutex> hold(lock);
+  KeepContext keep;
   manual_now += us;
   return progress_all();
 }
