@@ -12,7 +12,7 @@ from ncclep_py.config import Algorithm, GroupConfig, Layout
 from ncclep_py.kernels.ht_shape import HTShape
 from ncclep_py.kernels.shape import PLAIN, Wire
 
-HT_KERNELS = [name for name in launch.KERNELS if name.startswith("ht_")]
+HT_KERNELS = [name for name in launch.KERNELS if name.startswith("ht_") and "_net_" not in name]
 LAYOUTS = (Layout.FLAT, Layout.EXPERT_MAJOR)
 
 
