@@ -39,10 +39,9 @@ def cuda_source(name: str) -> str:
 
 def simulator_source(name: str) -> str:
     """File and text of an operation's Python twin; `KeyError` if the simulator does not have it."""
-    from ncclep_py.simulator import ht_ops, mask_ops, mask_row_ops, ops, rank_ops, recipe_ops, routing_ops, staged_ops, trace_ops
+    from ncclep_py.simulator import ops
 
-    modules = (routing_ops, rank_ops, recipe_ops, staged_ops, ht_ops, mask_ops, mask_row_ops, trace_ops)
-    function = next((getattr(m, name) for m in modules if hasattr(m, name)), None) or getattr(ops, "_" + name, None)
+    function = next((getattr(m, name) for m in ops.MODULES if hasattr(m, name)), None) or getattr(ops, "_" + name, None)
     if function is None:
         raise KeyError(f"the simulator does not define {name}")
     return f"# simulator/{Path(inspect.getfile(function)).name}\n{inspect.getsource(function).rstrip()}"

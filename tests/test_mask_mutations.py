@@ -14,7 +14,7 @@ from test_mutations import MASKED, effect_mutants, mutant
 
 from ncclep_py.errors import Code
 from ncclep_py.kernels import ll_mask_clean, ll_masked_combine, ll_masked_dispatch, ll_masked_rank_major_dispatch
-from ncclep_py.simulator import Faults, SimulationError, Simulator
+from ncclep_py.simulator import Faults, SimulationError, Simulator, votes
 from ncclep_py.simulator.masked_program import MaskedProgram, MaskedRankMajorProgram
 
 SEEDS = 150
@@ -243,3 +243,14 @@ def test_effect_mutant_is_red(name: str) -> None:
 @pytest.mark.parametrize("name", SURVIVORS)
 def test_surviving_effect_mutant(name: str) -> None:
     assert first_red(seeds=9, effects=effect_mutants(MASKED)[name]) is None
+
+
+def test_votes_have_system_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(votes, "VOTE_SCOPE", "gpu")
+    assert first_red() is not None
+
+
+def test_fences_stand_around_votes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That votes are acq_rel themselves shows nowhere."""
+    monkeypatch.setattr(votes, "VOTE_ORDER", "relaxed")
+    assert first_red(seeds=30) is None

@@ -2,173 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ncclep_py.errors import Code, Phase, Status
 from ncclep_py.simulator.call import Access, Call
-from ncclep_py.simulator.routing_ops import _row
-from ncclep_py.simulator.rows import fma, pack, unpack
 from ncclep_py.simulator.task import Task
+from ncclep_py.simulator.votes import COMMITS, FAILS, LOCKED, MASK_BITS, WRITES, _cas, _locked, _resolve, _state, _vote, _wait
 from ncclep_py.simulator.waits import LOW, ahead, tagged
 from ncclep_py.simulator.words import Word
 
-__all__ = ["await_outcome", "catch_up", "conclude", "drop_rows", "gather_member_row", "is_stranded", "next_epoch",
-           "publish_join", "publish_late", "read_mask", "read_verdict", "readmit", "settle", "sum_member_counts", "tell_outcome",
-           "wait_joins", "wait_member_counts"]
-
-WRITES, COMMITS, FAILS, LOCKED, LOCKED_WRITER = range(5)
-MASK_BITS = (1 << 29) - 1
-VOTE_ORDER = "acq_rel"
-"""Order of the compare-and-swaps, and `VOTE_SCOPE` their scope; mutation tests weaken them."""
-VOTE_SCOPE = "sys"
-
-
-def _vote(epoch: int, state: int, low: int) -> int:
-    return tagged(epoch, state << 29 | low)
-
-
-def _state(vote: int) -> int:
-    return (vote & LOW) >> 29
-
-
-def _locked(vote: int, epoch: int) -> bool:
-    distance = ahead(vote >> 32, epoch)
-    return distance > 0 or (distance == 0 and _state(vote) >= LOCKED)
-
-
-def _cas(call: Call, task: Task, word: Word, expected: int | None, value: int) -> int:
-    """Compare-and-swap of the newest value; the old one. `expected` None: never stores."""
-    call.scheduler.pause("atom", "vote")
-    task.agent.tick(task.site)
-    words, last = call.sim.words, word.stores[-1]
-    if expected is None or last.value != expected:
-        call.sim.memory.check_strong(task.agent, word.region, word.address, writing=False)
-        words._take(task.agent, last, VOTE_ORDER, VOTE_SCOPE)
-        word.show(task.rank, last)
-        found = last.value
-    else:
-        found, store = words.swap(task.agent, word, value, VOTE_ORDER, VOTE_SCOPE)
-        word.show(task.rank, store)
-        call.scheduler.send(word, store)
-    if call.scheduler.eager:
-        task.seen = hash((task.seen, found))
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """How an attempt ended: code 0 (committed under mask `low`), AGAIN (next mask `low`), LEFT_BEHIND, or failed (None) for the reason `low`."""
-
-    code: int | None
-    low: int
-
-
-def arbitrate(call: Call, task: Task, window: int, votes: int, num_ranks: int, epoch: int, proposal: int) -> Outcome:
-    """Lock the votes of all ranks, then find or make the verdict on this attempt."""
-    ends, left, writers, theirs = [], False, 0, 0
-    for peer in range(num_ranks):
-        word = call.sim.words.word(task.agent, call.sim.peer_address(task, window, votes, peer))
-        while True:
-            old = _cas(call, task, word, None, 0)
-            distance, state = ahead(old >> 32, epoch), _state(old)
-            if distance > 0:
-                left = True
-            elif distance == 0 and state in (COMMITS, FAILS):
-                ends.append((state, old & MASK_BITS))
-            elif distance == 0 and state >= LOCKED:
-                theirs |= old & MASK_BITS
-                writers |= (state == LOCKED_WRITER) << peer
-            elif _cas(call, task, word, old, _vote(epoch, LOCKED_WRITER if distance == 0 else LOCKED, proposal)) != old:
-                continue
-            else:
-                writers |= (distance == 0) << peer
-            break
-    _fence(task)
-    if ends:
-        state, low = ends[0]
-        return Outcome(0 if state == COMMITS else None, low)
-    if left:
-        return Outcome(Code.LEFT_BEHIND, 0)
-    proposal = (proposal | theirs) & ~writers
-    word = call.sim.words.word(task.agent, call.sim.peer_address(task, window, votes + 8, 0))
-    while True:
-        old = _cas(call, task, word, None, 0)
-        distance = ahead(old >> 32, epoch)
-        if distance > 0:
-            return Outcome(Code.LEFT_BEHIND, 0)
-        if distance == 0:
-            proposal = old & MASK_BITS
-        elif _cas(call, task, word, old, _vote(epoch, LOCKED, proposal)) != old:
-            continue
-        else:
-            for peer in {r for r in range(num_ranks) if proposal >> r & 1} - call.sim.memory.outcast:
-                call.sim.memory.outcast.add(peer)
-                call.sim.memory.forgive(peer)
-        _fence(task)
-        return Outcome(Code.AGAIN, proposal)
-
-
-def _fence(task: Task) -> None:
-    task.agent.acquire("sys")
-    task.agent.release("sys")
-
-
-def _resolve(call: Call, task: Task, window: int, votes: int, rank: int, num_ranks: int, epoch: int, proposal: int, phase: Phase, fail: int,
-             record: int) -> int:
-    """Code of an operation whose attempt ended."""
-    o = arbitrate(call, task, window, votes, num_ranks, epoch, proposal)
-    if o.code is None:
-        peer = o.low >> 8 & 31
-        return call.give_up(task, fail, record, Code(o.low & 255), epoch, phase, rank, peer, peer, o.low >> 13, epoch)
-    if o.code == Code.LEFT_BEHIND or o.low >> rank & 1:
-        return call.give_up(task, fail, record, Code.EXCLUDED, epoch, phase, rank, rank, rank, 0, epoch)
-    return o.code
-
-
-def _wait(call: Call, task: Task, access: Access, words: Sequence[tuple[int, Word]], vote: Word, epoch: int, noun: str,
-          waited: int) -> tuple[bool, int]:
-    """Wait for words of (source, word): whether this attempt ended instead, and the sources that did not come in time. One warp."""
-    def tags() -> list[tuple[int, int]]:
-        return [(source, ahead(w.peek(task.agent).value >> 32, epoch)) for source, w in words]
-
-    def done() -> bool:
-        seen = tags()
-        for source, d in seen:   # called whenever a word is delivered
-            if d >= 0:
-                came.setdefault(source, call.scheduler.step)
-        return all(d == 0 for _, d in seen) or any(d > 0 for _, d in seen) or _locked(vote.peek(task.agent).value, epoch)
-
-    def describe() -> tuple[str, list[int]]:
-        missing = [source for source, d in tags() if d < 0]
-        return f"waits in epoch {epoch} for {noun} of ranks {missing}", missing
-
-    begun = call.scheduler.step
-    came: dict[int, int] = {}
-    while not done() and not task.late:
-        call.scheduler.wait(task, done, describe)
-    late, task.late = task.late, False
-    missing = sum(1 << source for source, d in tags() if d < 0) if late else 0
-    stop = bool(missing) or any(d > 0 for _, d in tags()) or _locked(vote.peek(task.agent).value, epoch)
-    if waited:
-        for source, step in came.items():
-            total = call.sim.memory.write(task.agent, waited + 8 * source, 8).view(np.uint64)
-            total += np.uint64(step - begun)
-    for _, word in (*words, (0, vote)):
-        access.load(word)
-    return stop, missing
+__all__ = ["await_outcome", "conclude", "publish_join", "publish_late", "read_mask", "settle", "sum_member_counts", "tell_outcome", "wait_joins",
+           "wait_member_counts"]
 
 
 def read_mask(call: Call, task: Task, members: int) -> int:
     """Mask of this attempt."""
     return call.perform(task, (members,), {"members": lambda a: int(a.read(members, 8).view(np.uint64)[0]) & LOW})
-
-
-def next_epoch(call: Call, task: Task, epoch: int) -> int:
-    """The epoch after this one."""
-    return (epoch + 1) & LOW
 
 
 def _bank(epoch: int, num_ranks: int, source: int) -> int:
@@ -316,54 +167,6 @@ def sum_member_counts(call: Call, task: Task, window: int, counts: int, votes: i
     return _resolve_block(call, task, gone, window, votes, rank, num_ranks, epoch, mask, fail, record)
 
 
-def drop_rows(call: Call, task: Task, num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, first: int, end: int, part: int, table: int,
-              mask: int) -> int:
-    """Rows for experts of masked ranks become -1; warp 0 does it all."""
-    per_rank = num_experts // num_ranks * plane_rows
-
-    def drop(access: Access) -> None:
-        if task.warp:
-            return
-        call.cell(task, "rows").write(task)
-        rows = task.block.values["rows"]
-        gone = [i for i, row in enumerate(rows.tolist()) if row >= 0 and mask >> (row // per_rank) & 1]
-        rows[gone] = -1
-        for i in gone if part == 0 else ():
-            access.write(table + 4 * (first * num_topk + i), np.array([-1], np.int32).view(np.uint8))
-
-    return call.perform(task, (num_topk, num_experts, num_ranks, plane_rows, first, end, part, table, mask), {"table": drop})
-
-
-def gather_member_row(call: Call, task: Task, window: int, slot: int, table: int, weights: int, out: int, token: int, num_topk: int,
-                      num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, token_type: int, begin_vector: int, end_vector: int,
-                      mask: int) -> int:
-    """A piece of a combined row, without the rows of masked ranks."""
-    begin, size = 16 * begin_vector, 16 * (end_vector - begin_vector)
-    per_rank = num_experts // num_ranks * plane_rows
-    rows: list[int] = []
-    scale = np.zeros(0, np.float32)
-    total = np.zeros(max(size, 0) // (4 if token_type == 2 else 2), np.float32)
-
-    def read_table(access: Access) -> None:
-        found = access.read(table + 4 * token * num_topk, 4 * num_topk).view(np.int32).tolist()
-        rows.extend(row if row >= 0 and not mask >> (row // per_rank) & 1 else -1 for row in found)
-
-    def read_weights(access: Access) -> None:
-        nonlocal scale
-        scale = access.read(weights + 4 * token * num_topk, 4 * num_topk).view(np.float32).copy()
-
-    def pull(access: Access) -> None:
-        nonlocal total
-        for k, row in enumerate(rows):
-            if row >= 0:
-                piece = access.read(_row(call, task, window, slot, row, per_rank, row_bytes) + begin, size)
-                total = fma(unpack(piece, token_type), scale[k], total)
-                call.scheduler.split()
-
-    return call.perform(task, (), {"table": read_table, "weights": read_weights, "slot": pull,
-                                   "out": lambda a: a.write(out + token * row_bytes + begin, pack(total, token_type))})
-
-
 # ---- the end of an attempt -----------------------------------------------------------------------------------------------------------
 def settle(call: Call, task: Task, window: int, arrived: int, votes: int, rank: int, num_ranks: int, epoch: int, mask: int, waited: int, fail: int,
            record: int, timeout: int) -> int:
@@ -494,68 +297,3 @@ def await_outcome(call: Call, task: Task, outcome: int, epoch: int, timeout: int
         values.clear()
         values["ended"] = epoch
     return code
-
-
-# ---- mask_clean ------------------------------------------------------------------------------------------------------------------------
-def read_verdict(call: Call, task: Task, window: int, votes: int) -> int:
-    """Mask of the next attempt."""
-    at = call.sim.peer_address(task, window, votes + 8, 0)
-    return call.perform(task, (window, votes), {"vote": lambda a: a.load(a.word(at)) & MASK_BITS if task.warp == 0 else 0})
-
-
-def _latest(epochs: Sequence[int]) -> int:
-    most = epochs[0]
-    for other in epochs[1:]:
-        most = other if ahead(other, most) > 0 else most
-    return most
-
-
-def catch_up(call: Call, task: Task, window: int, votes: int, num_ranks: int) -> int:
-    """The latest epoch anybody voted in."""
-    def look(access: Access) -> int:
-        if task.warp:
-            return 0
-        return _latest([access.load(access.word(call.sim.peer_address(task, window, votes, r))) >> 32 for r in range(num_ranks)])
-
-    return call.perform(task, (window, votes, num_ranks), {"vote": look})
-
-
-def is_stranded(call: Call, task: Task, window: int, votes: int, rank: int, num_ranks: int, epoch: int, mask: int, before: int) -> int:
-    """Whether none of those who went on without me is a member."""
-    verdict = _cas(call, task, call.sim.words.word(task.agent, call.sim.peer_address(task, window, votes + 8, 0)), None, 0)
-    they = ~verdict & ((1 << num_ranks) - 1)
-    without_me = not they >> rank & 1 and (ahead(verdict >> 32, epoch) >= 0 or before >> rank & 1)
-    return int(bool(without_me and not they & ~mask))
-
-
-def readmit(call: Call, task: Task, window: int, details: int, votes: int, rank: int, num_ranks: int, epoch: int, mask: int, members: int,
-            masked_at: int, word: int, header: int, num_slots: int) -> int:
-    """Members, epoch and empty slots after `mask_clean`."""
-    following = 0
-
-    def detail(access: Access) -> None:
-        nonlocal following
-        spots = [call.sim.peer_address(task, window, details + 32 * _bank(epoch, num_ranks, r) + 16, rank) for r in range(num_ranks)
-                 if not mask >> r & 1]
-        following = (_latest([access.load(access.word(spot)) & LOW for spot in spots]) + 1) & LOW
-        verdict = access.word(call.sim.peer_address(task, window, votes + 8, 0))
-        old = _cas(call, task, verdict, None, 0)
-        while ahead(old >> 32, following - 1) < 0:   # so that who is left out can know
-            found = _cas(call, task, verdict, old, _vote(following - 1, LOCKED, mask))
-            if found == old:
-                break
-            old = found
-
-    def words(address: int, values: Callable[[], list[int]]) -> Callable[[Access], None]:
-        def write(access: Access) -> None:
-            data = values()
-            if data:
-                access.write(address, np.array(data, np.uint64).view(np.uint8))
-
-        return write
-
-    call.perform(task, (), {
-        "detail": detail, "masked_at": words(masked_at, lambda: [tagged(following, 0)] * num_ranks), "members": words(members, lambda: [mask]),
-        "epoch": words(word, lambda: [following]), "header": words(header, lambda: [0] * (2 * num_slots))})
-    call.sim.memory.outcast -= {r for r in range(num_ranks) if not mask >> r & 1}
-    return 0

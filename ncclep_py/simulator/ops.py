@@ -12,7 +12,7 @@ from greenlet import getcurrent
 
 from ncclep_py.errors import SPREADS, Code, Phase, Status
 from ncclep_py.kernels.ops import HT_NET_OPS, OPS, Vocabulary
-from ncclep_py.simulator import ht_net_ops, ht_ops, mask_ops, mask_row_ops, rank_ops, recipe_ops, routing_ops, staged_ops, trace_ops
+from ncclep_py.simulator import ht_net_ops, ht_ops, mask_clean_ops, mask_ops, mask_row_ops, rank_ops, recipe_ops, routing_ops, staged_ops, trace_ops
 from ncclep_py.simulator.call import Access, Call
 from ncclep_py.simulator.share import Share
 from ncclep_py.simulator.task import Task
@@ -21,9 +21,11 @@ from ncclep_py.simulator.waits import LOW, around_status, tagged, wait_words
 if TYPE_CHECKING:
     from ncclep_py.simulator.engine import Simulator
 
-__all__ = ["vocabulary"]
+__all__ = ["MODULES", "vocabulary"]
 
 Implementation = Callable[..., int]
+MODULES = (routing_ops, rank_ops, recipe_ops, staged_ops, ht_ops, mask_clean_ops, mask_ops, mask_row_ops, trace_ops, ht_net_ops)
+"""Where operations are, besides this file."""
 
 
 def vocabulary(sim: Simulator, overrides: Mapping[str, Sequence[str]]) -> Vocabulary:
@@ -39,8 +41,7 @@ def _operation(sim: Simulator, name: str, effects: Sequence[str]) -> Callable[..
     """The function a kernel calls."""
     op = OPS.get(name) or HT_NET_OPS[name]
     call = Call(sim, name, effects, op.scope, op.scope == "block" and "bar.sync" in op.effects)
-    modules = (routing_ops, rank_ops, recipe_ops, staged_ops, ht_ops, mask_ops, mask_row_ops, trace_ops, ht_net_ops)
-    implementation: Implementation = next((getattr(m, name) for m in modules if hasattr(m, name)), None) or globals()["_" + name]
+    implementation: Implementation = next((getattr(m, name) for m in MODULES if hasattr(m, name)), None) or globals()["_" + name]
     arity = len(op.parameters)
 
     def operation(*args: int) -> int:
