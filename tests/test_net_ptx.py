@@ -194,8 +194,9 @@ extern "C" __global__ void all_of_it(i64 comm, i64 window, i64 peer, i64 context
 """
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-def test_links_with_nccls_library(arch):
+def test_links_with_nccls_library():
+    """For a newer GPU than the library's; kernels for sm_90 are linked in ``test_ht_net_compile``."""
+    arch = "sm_100"
     source = PROBE_SOURCE + KERNEL
     parts = [toolchain.compile_device(arch, source=source, teams=True), *device_library.network_parts(arch, False, KernelCache())]
     made = toolchain.link(parts, arch)

@@ -104,7 +104,7 @@ def annotate(name: str, code: list[Instruction]) -> None:
                 continue
             to, _, rest = i.operands.partition("}," if i.operands.startswith("{") else ",")
             if i.op.startswith("ld.param") and "_param_" in rest:
-                made = {parameters[int(re.search(r"_param_(\d+)", rest)[1])]}
+                made = {parameters[int(re.search(r"_param_(\d+)", rest)[1])].replace("rows_window", "window")}
             elif kind in ("ld", "atom"):
                 made = {"window"} & sources(rest) if not sources(rest) & set(POINTERS) else set()
             else:

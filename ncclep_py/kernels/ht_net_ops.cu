@@ -101,15 +101,15 @@ OP ep_ht_net_enter(i64 comm, i64 window, i64 heads, i64 rank, i64 num_ranks, i64
       return q < 0 ? Awaited{0, base, u64(count)} : Awaited{q % int(contexts), base + 1 + q, u64(count * adds)};
     };
     Missing m = wait_signals(comm, rails * per_peer, u64(timeout), awaited);
+    u64 wet = 0;   // a bit per distance (modulo 64): not all that this rail peer put is here
+    for (int i = lane(); m.index >= 0 && i < rails * per_peer; i += 32) {
+      Awaited a = awaited(i);
+      if (gin_signal_value(comm, a.context, a.signal) < a.least) wet |= 1ull << (i / per_peer & 63);
+    }
     net_release();
     for (int distance = 1; distance <= rails; ++distance) {
       int peer = rail_peer(rank, num_ranks, team_size, distance);
-      bool wet = false;
-      for (int i = lane(); m.index >= 0 && i < per_peer; i += 32) {
-        Awaited a = awaited((distance - 1) * per_peer + i);
-        wet |= gin_signal_value(comm, a.context, a.signal) < a.least;
-      }
-      if (!__any_sync(~0u, wet)) {
+      if (!__any_sync(~0u, wet >> (distance - 1 & 63) & 1)) {
         net_put_value(comm, window, peer, 0, at, head_low(epoch, signature));
         net_put_value(comm, window, peer, 0, at + 8, head_high(epoch, signature, status));
       }

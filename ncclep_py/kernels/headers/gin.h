@@ -1,7 +1,7 @@
-// The network as operations see it: defined in gin_ops.cu, a program of its own, and joined when a kernel is linked. One thread calls; ranks are those
-// of the group.
+// The network as operations see it: defined in gin_ops.cu, a program of its own, and joined when a kernel is linked; not inlined, for NCCL's code is
+// long and would stand in a kernel a dozen times. One thread calls; ranks are those of the group.
 #pragma once
-#define NET extern "C" __device__
+#define NET extern "C" __device__ __noinline__
 
 // Puts `num_bytes` at `source` of my window to `target` of the peer's. The release is the caller's: a system fence by the calling thread, after the
 // barrier (__syncwarp, __syncthreads) that orders what other threads wrote. Lands any time, in pieces, in no order with other puts; reads the source
