@@ -1,4 +1,7 @@
-"""What each process of tests/test_gpu_masking.py runs: ``fault_program.py kill|sleep``, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set."""
+"""What each process of tests/test_gpu_masking.py runs: ``fault_program.py kill|sleep expert_major|rank_major``.
+
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,17 @@ def right(group: Group, handle: object, step: int, masked: list[int]) -> bool:
     ranks, experts = group.num_ranks, group.config.num_experts
     every = [inputs(r, experts, step) for r in range(ranks)]
     tokens, ids, weights = every[group.rank]
+    if handle.layout is Layout.RANK_MAJOR:
+        got = handle.dispatch(tokens.cuda(), topk_idx=ids.cuda(), topk_weights=weights.cuda())
+        got.tokens.mul_(2)
+        out = handle.combine(got.tokens)
+        group.check()
+        lists = map(list, zip(*every, strict=True))
+        told = ref.ll_rank_major_dispatch(*lists, num_experts=experts, max_dispatch_tokens_per_rank=TOKENS, masked=masked)
+        summed = ref.ll_rank_major_combine([e.tokens * 2 for e in told], [e.rows for e in told], masked=masked)
+        mine = told[group.rank]
+        same = torch.equal(got.layout_info.src_rank_counters.cpu(), mine.src_rank_counters) and torch.equal(got.topk_idx.cpu(), mine.topk_idx)
+        return same and bits_equal(out.cpu(), summed[group.rank])
     got = handle.dispatch(tokens.cuda(), topk_idx=ids.cuda())
     got.tokens.mul_(2)
     out = handle.combine(got.tokens, topk_weights=weights.cuda())
@@ -63,7 +77,7 @@ def main() -> None:
                          timeout_ns=int(TIMEOUT_S * 1e9), enable_mask=True)
     torch.cuda.set_stream(torch.cuda.Stream())
     group = Group.create(comm, config)
-    handle = group.create_handle(Layout.EXPERT_MAJOR, num_topk=TOPK)
+    handle = group.create_handle(Layout[sys.argv[2].upper()], num_topk=TOPK)
     good = all([right(group, handle, step, []) for step in range(10)])
     assert group.mask_query().tolist() == [1] * comm.num_ranks and group.get_async_error() == 0
     torch.cuda.synchronize()
@@ -77,7 +91,8 @@ def main() -> None:
         if comm.rank == LOST:
             time.sleep(4 * TIMEOUT_S)
             try:   # the others are far ahead
-                handle.dispatch(inputs(LOST, config.num_experts, 100)[0].cuda(), topk_idx=inputs(LOST, config.num_experts, 100)[1].cuda())
+                tokens, ids, weights = (x.cuda() for x in inputs(LOST, config.num_experts, 100))
+                handle.dispatch(tokens, topk_idx=ids, **({"topk_weights": weights} if handle.layout is Layout.RANK_MAJOR else {}))
                 group.check()
                 say(comm.rank, "was NOT told")
             except EpMaskedError as e:

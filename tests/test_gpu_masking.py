@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import socket
@@ -11,6 +12,7 @@ import sys
 import pytest
 import torch
 from test_masking import Rank
+from test_nvfp4 import Packed
 
 from ncclep_py import CombineConfig, CombineInputs, CombineOutputs, DispatchConfig, DispatchInputs, Group, GroupConfig, Layout, LocalWorld
 from ncclep_py.errors import EpMaskedError
@@ -115,6 +117,25 @@ def test_send_only_does_the_whole_operation(layout: Layout) -> None:
     assert all(run(3, program, layout))
 
 
+@LAYOUTS
+def test_packed_rows(layout: Layout) -> None:
+    """The kernel of NVFP4 combine under masks; its conversions are made of integers where the device has none."""
+    cfg = dataclasses.replace(config(3), num_experts=6, max_dispatch_tokens_per_rank=8, hidden=1024)
+    cases = [Packed(cfg, [8, 3, 5], layout, seed=seed) for seed in range(4)]
+
+    def program(comm: object) -> None:
+        comm.fp4 = True
+        with Group.create(comm, cfg) as group:
+            handle = group.create_handle(layout, num_topk=2)
+            for case in cases:
+                case.device = comm.device
+                case.step(comm.rank, handle)
+            group.check()
+
+    with LocalWorld(3, "nccl") as made:
+        made.run(program)
+
+
 def test_masks_that_differ_become_their_union() -> None:
     def program(r: Rank) -> object:
         if r.rank == 0:
@@ -158,7 +179,7 @@ def test_a_graph_goes_on_without_a_rank() -> None:
 
 
 # ---- one process per rank ----------------------------------------------------------------------------------------------------------
-def processes(ranks: int, what: str, seconds: int = 100) -> list[subprocess.CompletedProcess[str]]:
+def processes(ranks: int, what: str, layout: Layout, seconds: int = 100) -> list[subprocess.CompletedProcess[str]]:
     """Run `fault_program.py` on `ranks` processes of this host. (torchrun would end all when one ends.)"""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -166,7 +187,8 @@ def processes(ranks: int, what: str, seconds: int = 100) -> list[subprocess.Comp
     root = str(PROGRAM.parent.parent)
     common = os.environ | {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks),
                            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    running = [subprocess.Popen([sys.executable, str(PROGRAM), what], env=common | {"RANK": str(r), "LOCAL_RANK": str(r)}, text=True,
+    command = [sys.executable, str(PROGRAM), what, layout.name.lower()]
+    running = [subprocess.Popen(command, env=common | {"RANK": str(r), "LOCAL_RANK": str(r)}, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE) for r in range(ranks)]
     done = []
     try:
@@ -179,8 +201,9 @@ def processes(ranks: int, what: str, seconds: int = 100) -> list[subprocess.Comp
     return done
 
 
-def test_a_killed_rank_is_masked_by_all_others() -> None:
-    done = processes(4, "kill")
+@LAYOUTS
+def test_a_killed_rank_is_masked_by_all_others(layout: Layout) -> None:
+    done = processes(4, "kill", layout)
     for rank, process in enumerate(done):
         if rank == 1:
             assert process.returncode == -9
@@ -188,7 +211,8 @@ def test_a_killed_rank_is_masked_by_all_others() -> None:
             assert process.returncode == 0 and "masked right" in process.stdout, process.stdout[-1000:] + process.stderr[-3000:]
 
 
-def test_a_sleeping_rank_is_masked_told_and_readmitted() -> None:
-    for rank, process in enumerate(processes(4, "sleep")):
+@LAYOUTS
+def test_a_sleeping_rank_is_masked_told_and_readmitted(layout: Layout) -> None:
+    for rank, process in enumerate(processes(4, "sleep", layout)):
         assert process.returncode == 0 and "readmitted right" in process.stdout, process.stdout[-1000:] + process.stderr[-3000:]
         assert ("was told" if rank == 1 else "masked right") in process.stdout

@@ -44,10 +44,9 @@ def make_ll_masked_nvfp4_combine(shape: KernelShape, ops: Vocabulary) -> Callabl
         fail, waited, wrote = local + FAIL, local + WAITED, local + WROTE
         # ---- 1 pack: my experts' rows ----------------------------------------------------------------------------------
         trace = stamp(trace, PACK)
-        stale = 0
+        held = read_header(header)
         if status == 0:
-            stale = check_header(read_header(header), handle, rank, read_epoch(local + EPOCH), fail, record)
-            if stale == 0:
+            if held == handle:   # what is wrong with another one is told after the join: a masked rank should hear that it is one
                 pack_rows(payload, slot, rank, counters, row_scales, PLANES, CAPACITY, ROW_BYTES)
         begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
         for attempt in range(ATTEMPTS):
@@ -63,7 +62,7 @@ def make_ll_masked_nvfp4_combine(shape: KernelShape, ops: Vocabulary) -> Callabl
             code = wait_joins(window, JOINS, DETAILS, VOTES, rank, RANKS, epoch, signature, mask, 1, waited, wrote, fail, record, timeout)
             ended = code
             if code == 0:
-                code = stale
+                code = check_header(held, handle, rank, epoch, fail, record)
             # ---- 4 rows ------------------------------------------------------------------------------------------------
             trace = stamp(trace, ROWS)
             if code == 0:
