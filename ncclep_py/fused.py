@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ncclep_py import cubin as cubin_file
-from ncclep_py import toolchain
+from ncclep_py import device_library, toolchain
 from ncclep_py.compiled import KERNELS, CompiledKernel, KernelSpec, device_ltoir, fingerprint
 from ncclep_py.kernel_cache import KernelCache, digest_of
 
@@ -40,8 +40,9 @@ def compile_fused(spec: KernelSpec, arch: str, threads: int) -> CompiledKernel:
         count, body = len(parameters), f"body_of_{spec.name}"
         source = ENTRY.format(body=body, symbol=symbol, threads=threads, count=count, types=", ".join(["long long"] * count),
                               values=", ".join(f"mine[{i}]" for i in range(count)))
-        parts = [toolchain.kernel_ltoir(factory, spec.shape, parameters, arch, body), device_ltoir(arch, True, cache),
-                 toolchain.compile_device(arch, source=source, lineinfo=True)]
+        teams = device_library.uses_network(spec.name)
+        parts = [toolchain.kernel_ltoir(factory, spec.shape, parameters, arch, body, teams), device_ltoir(arch, True, cache, teams=teams),
+                 toolchain.compile_device(arch, source=source, lineinfo=True), *(device_library.network_parts(arch, True, cache) if teams else [])]
         code = toolchain.link(parts, arch, lineinfo=True)
         info = {"symbol": symbol, "arch": arch, "key": key, "seconds": round(time.perf_counter() - started, 3)} | cubin_file.resources(code)
         cache.store(f"{symbol}-{arch}", key, info, code)

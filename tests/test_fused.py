@@ -8,13 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_net_ptx import has_library
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs an extra cu12 or cu13")
 pytest.importorskip("numba.cuda", reason="needs an extra cu12 or cu13")
 
 from ncclep_py import cubin, fused, local_world, toolchain
 from ncclep_py.compiled import KernelSpec, compile_kernel, parameters_of
-from ncclep_py.config import GroupConfig, Layout
+from ncclep_py.config import Algorithm, GroupConfig, Layout
+from ncclep_py.kernels.ht_net_shape import HTNetShape
 from ncclep_py.kernels.shape import KernelShape
 
 LL = GroupConfig(num_experts=16, max_dispatch_tokens_per_rank=16, hidden=256, num_topk=2)
@@ -38,6 +40,13 @@ def test_fused_kernels_compile(name):
     assert cubin.entry_symbols(made.cubin) == [f"fused_{name}"] == [made.symbol]
     assert made.info["stack"] == 0 and made.info["registers"] <= 128
     assert fused.compile_fused(spec(name), "sm_90", 512).cubin == made.cubin
+
+
+@pytest.mark.skipif(not has_library(), reason="NCCL here has no libnccl_device.ltoir of 2.32 or newer")
+def test_a_fused_kernel_over_teams_is_linked_with_nccls_library():
+    config = dataclasses.replace(LL, algorithm=Algorithm.HIGH_THROUGHPUT)
+    made = fused.compile_fused(KernelSpec("ht_net_combine", HTNetShape.over_teams(config, 4, 2, 2, 8, Layout.FLAT, 128, 2)), "sm_90", 512)
+    assert cubin.entry_symbols(made.cubin) == ["fused_ht_net_combine"] and made.info["registers"] <= 128
 
 
 def test_the_fused_form_is_another_entry_of_the_cache():
