@@ -16,7 +16,7 @@ import pytest
 from ncclep_py.config import GroupConfig, Layout
 from ncclep_py.errors import Code, Status
 from ncclep_py.kernels import ll_combine, ll_dispatch
-from ncclep_py.kernels.ops import OPS
+from ncclep_py.kernels.ops import OPS, Op
 from ncclep_py.signature import OpKind, Signature
 from ncclep_py.simulator import Faults, RaceError, SimulationError, Simulator, waits
 from ncclep_py.simulator import ops as simulated
@@ -163,10 +163,11 @@ HIGH_THROUGHPUT = {name for name in OPS if name.startswith("ht_")}
 """Operations that the programs of this file do not use; their mutants stand in tests of their own."""
 
 
-def effect_mutants(names: Iterable[str] = OPS.keys() - OTHER_PROGRAMS - HIGH_THROUGHPUT - STAGED - MASKED) -> dict[str, dict[str, Sequence[str]]]:
+def effect_mutants(names: Iterable[str] = OPS.keys() - OTHER_PROGRAMS - HIGH_THROUGHPUT - STAGED - MASKED,
+                   of: Mapping[str, Op] = OPS) -> dict[str, dict[str, Sequence[str]]]:
     """One effect dropped (fences and barriers), weakened or narrowed, or two swapped, for every operation that synchronises."""
     found = {}
-    for op in (OPS[name] for name in OPS if name in names):
+    for op in (of[name] for name in of if name in names):
         for i, effect in enumerate(op.effects):
             before, after = op.effects[:i], op.effects[i + 1:]
             if effect.startswith(("fence", "bar")):

@@ -18,9 +18,10 @@ import dataclasses
 
 from ncclep_py.kernels.ht_net_vocabulary import HT_NET_OPERATIONS, HT_NET_PARAMETERS
 from ncclep_py.kernels.ht_vocabulary import HT_OPERATIONS, HT_PARAMETERS
+from ncclep_py.kernels.ll_net_vocabulary import LL_NET_OPERATIONS, LL_NET_PARAMETERS
 from ncclep_py.kernels.mask_vocabulary import MASK_OPERATIONS, MASK_PARAMETERS
 
-__all__ = ["HT_NET_OPS", "NET_OPS", "OPS", "PARAMETERS", "Op", "Vocabulary"]
+__all__ = ["HT_NET_OPS", "LL_NET_OPS", "NET_OPS", "OPS", "PARAMETERS", "Op", "Vocabulary"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,7 @@ PARAMETERS = {
     "counter": "address of BLOCKS_DONE",
     "trace": "what `trace_begin` or the last `stamp` returned",
     "phase": "stamps.Step",
-} | MASK_PARAMETERS | HT_PARAMETERS | HT_NET_PARAMETERS
+} | MASK_PARAMETERS | HT_PARAMETERS | HT_NET_PARAMETERS | LL_NET_PARAMETERS
 """Meaning of the parameters."""
 
 
@@ -243,7 +244,8 @@ OPS |= {op[0]: _op(*op) for op in (*MASK_OPERATIONS, *HT_OPERATIONS)}
 """All operations by name."""
 
 HT_NET_OPS: dict[str, Op] = {op[0]: _op(*op) for op in HT_NET_OPERATIONS}
-NET_OPS: dict[str, Op] = HT_NET_OPS
+LL_NET_OPS: dict[str, Op] = {op[0]: _op(*op) for op in LL_NET_OPERATIONS}
+NET_OPS = HT_NET_OPS | LL_NET_OPS
 """Operations of kernels over several teams, which no other kernel is linked with."""
 
 
@@ -251,7 +253,7 @@ class Vocabulary:
     """One implementation of all operations, as attributes; kernel factories unpack it to locals."""
 
     def __init__(self, functions: dict[str, object]) -> None:
-        missing, unknown = sorted(OPS.keys() - functions.keys()), sorted(functions.keys() - OPS.keys() - HT_NET_OPS.keys())
+        missing, unknown = sorted(OPS.keys() - functions.keys()), sorted(functions.keys() - OPS.keys() - NET_OPS.keys())
         if missing or unknown:
             raise ValueError(f"a vocabulary needs every operation of kernels.ops: missing {missing}, unknown {unknown}")
         self.__dict__.update(functions)

@@ -11,8 +11,20 @@ import numpy as np
 from greenlet import getcurrent
 
 from ncclep_py.errors import SPREADS, Code, Phase, Status
-from ncclep_py.kernels.ops import HT_NET_OPS, OPS, Vocabulary
-from ncclep_py.simulator import ht_net_ops, ht_ops, mask_clean_ops, mask_ops, mask_row_ops, rank_ops, recipe_ops, routing_ops, staged_ops, trace_ops
+from ncclep_py.kernels.ops import NET_OPS, OPS, Vocabulary
+from ncclep_py.simulator import (
+    ht_net_ops,
+    ht_ops,
+    ll_net_ops,
+    mask_clean_ops,
+    mask_ops,
+    mask_row_ops,
+    rank_ops,
+    recipe_ops,
+    routing_ops,
+    staged_ops,
+    trace_ops,
+)
 from ncclep_py.simulator.call import Access, Call
 from ncclep_py.simulator.share import Share
 from ncclep_py.simulator.task import Task
@@ -24,13 +36,13 @@ if TYPE_CHECKING:
 __all__ = ["MODULES", "vocabulary"]
 
 Implementation = Callable[..., int]
-MODULES = (routing_ops, rank_ops, recipe_ops, staged_ops, ht_ops, mask_clean_ops, mask_ops, mask_row_ops, trace_ops, ht_net_ops)
+MODULES = (routing_ops, rank_ops, recipe_ops, staged_ops, ht_ops, mask_clean_ops, mask_ops, mask_row_ops, trace_ops, ll_net_ops, ht_net_ops)
 """Where operations are, besides this file."""
 
 
 def vocabulary(sim: Simulator, overrides: Mapping[str, Sequence[str]]) -> Vocabulary:
     """All operations over one simulator; `overrides` replaces the effects of some."""
-    everything = OPS | HT_NET_OPS
+    everything = OPS | NET_OPS
     unknown = sorted(overrides.keys() - everything.keys())
     if unknown:
         raise ValueError(f"effects for unknown operations: {unknown}")
@@ -39,7 +51,7 @@ def vocabulary(sim: Simulator, overrides: Mapping[str, Sequence[str]]) -> Vocabu
 
 def _operation(sim: Simulator, name: str, effects: Sequence[str]) -> Callable[..., int]:
     """The function a kernel calls."""
-    op = OPS.get(name) or HT_NET_OPS[name]
+    op = OPS.get(name) or NET_OPS[name]
     call = Call(sim, name, effects, op.scope, op.scope == "block" and "bar.sync" in op.effects)
     implementation: Implementation = next((getattr(m, name) for m in MODULES if hasattr(m, name)), None) or globals()["_" + name]
     arity = len(op.parameters)

@@ -90,29 +90,38 @@ class Program:
         """
         self.sim, self.config, self.num_tokens, self.ranks = sim, config, list(num_tokens), range(sim.num_ranks)
         self.num_topk = num_topk or config.num_topk
-        self.shape = KernelShape.build(config, sim.num_ranks, self.num_topk, idx_bytes, self.layout, self.wire)
+        self.shape = self.make_shape(KernelShape.build(config, sim.num_ranks, self.num_topk, idx_bytes, self.layout, self.wire))
         self.dtype, self.rng = config.token_type.torch_dtype(), torch.Generator().manual_seed(seed)
         self.grids = grids or [(None, None)] * sim.num_ranks
         self.kernels = {"dispatch": make_dispatch(self.shape, sim.vocabulary), "combine": make_combine(self.shape, sim.vocabulary)}
         self.parameters = {"dispatch": ll_dispatch.PARAMETERS, "combine": ll_combine.PARAMETERS}
         plan = self.shape.window
-        self.windows = [np.zeros(plan.total_bytes, np.uint8) for _ in self.ranks]
+        window_bytes, window_regions, local_bytes, local_regions = self.sizes()
+        self.windows = [np.zeros(window_bytes, np.uint8) for _ in self.ranks]
         for window in self.windows:   # as an earlier operation would have left them
             window[:plan.slots].view(np.uint64)[:] = (epoch - 1 & 0xFFFFFFFF) << 32
             window[plan.released:plan.released + plan.num_staging * sim.num_ranks * 8].view(np.uint64)[:] = epoch << 32
-        self.window = sim.create_window(self.windows, plan.regions())
-        self.local = [np.zeros(self.shape.local.total_bytes, np.uint8) for _ in self.ranks]
+        self.window = sim.create_window(self.windows, window_regions)
+        self.local = [np.zeros(local_bytes, np.uint8) for _ in self.ranks]
         self.records = [np.zeros(8, np.int64) for _ in self.ranks]
         for rank in self.ranks:
             self.local[rank].view(np.uint64)[0] = epoch
             for i in range(plan.num_staging):
                 at = self.shape.local.flight(config.num_slots + i) + FLIGHT_NEXT
                 self.local[rank][at:at + 8].view(np.uint64)[0] = epoch
-            sim.register(self.local[rank], "LOCAL", rank, self.shape.local.regions())
+            sim.register(self.local[rank], "LOCAL", rank, local_regions)
             sim.register(self.records[rank], "record", rank)
         self.handles = 0
         self.dispatched: list[Dispatched] = []
         self.combined: list[Combined] = []
+
+    def make_shape(self, shape: KernelShape) -> KernelShape:
+        """The shape of the kernels, given that of one team."""
+        return shape
+
+    def sizes(self) -> tuple[int, list[tuple[str, int, int]], int, list[tuple[str, int, int]]]:
+        """Bytes and regions of the window and of the local block."""
+        return self.shape.window.total_bytes, self.shape.window.regions(), self.shape.local.total_bytes, self.shape.local.regions()
 
     # ---- operations --------------------------------------------------------------------------------------------------------
     def dispatch(self, slot: int = 0, topk_idx: Sequence[torch.Tensor] | None = None, ranks: Sequence[int] | None = None, handle: int | None = None,

@@ -1,0 +1,132 @@
+"""Low-latency dispatch over several teams, EXPERT_MAJOR: rows straight to their places inside my team, as messages to all others.
+
+Phases: 1 head, 2 counts, 3 send: messages, 4 rows inside my team, 5 tell: arrived, tags and signals, 6 take what networked ranks sent. Rows and
+their order are those of one team. Design and safety: ``ncclep_py.ll_net_map``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ncclep_py.errors import Code
+from ncclep_py.kernels.ll_net_shape import LLNetShape
+from ncclep_py.kernels.ops import Vocabulary
+from ncclep_py.kernels.stamps import COUNT as COUNTING
+from ncclep_py.kernels.stamps import END, HEAD, MEET, ROWS, WAIT_ARRIVED, WAIT_COUNTS, WAIT_HEADS
+
+__all__ = ["PARAMETERS", "make_ll_net_dispatch"]
+
+PARAMETERS = ("comm", "window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "expert_counters", "slot", "table", "remote", "header",
+              "handle", "signature", "status", "timeout")
+"""Run-time values of a launch, all 64-bit integers; `comm`: address of the device communicator."""
+
+
+def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., None]:
+    """The kernel for one shape, over one implementation of the vocabulary."""
+    RANKS, EXPERTS, TOPK, ROW_BYTES, IDX_BYTES = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, shape.idx_bytes
+    PLANE_ROWS, HEADS, ARRIVED, COUNTS = shape.window.plane_rows, shape.window.heads, shape.window.arrived, shape.window.counts
+    EPOCH, BLOCKS_DONE, FAIL, COUNT, BLOCKS_TOLD = shape.local.epoch, shape.local.blocks_done, shape.local.fail, shape.net.count, shape.net.count + 8
+    TEAM, MOST, CONTEXTS, TAGS = shape.net.team_size, shape.net.tokens, shape.net.num_contexts, shape.net.tags
+    COUNTS_SENT, NET_COUNTS, SENT, MESSAGES = shape.net.counts_sent, shape.net.net_counts, shape.net.sent, shape.net.messages
+    HEADER_BYTES, MESSAGE_BYTES = shape.net.header_bytes, shape.net.message_bytes
+    REFUSED, MISMATCH = int(Code.REFUSED), int(Code.MISMATCH)
+    block_idx, warp_idx, blocks, warps = ops.block_idx, ops.warp_idx, ops.ht_net_blocks, ops.ht_net_warps
+    read_epoch, advance_epoch, read_count, advance_count = ops.read_epoch, ops.advance_epoch, ops.ht_net_count, ops.ht_net_advance
+    first_token, end_token, token_part = ops.first_token, ops.end_token, ops.token_part
+    publish_head, enter, wait_heads, publish_abort = ops.ht_net_publish_head, ops.ll_net_enter, ops.ll_net_wait_heads, ops.ht_net_publish_abort
+    count_experts, publish_counts, put_counts = ops.count_experts, ops.ll_net_publish_counts, ops.ll_net_put_counts
+    signal, wait_counts, assign_rows, place_rows = ops.ll_net_signal, ops.ll_net_wait_counts, ops.assign_rows, ops.ll_net_place_rows
+    send_row, scatter_row, take_row = ops.ll_net_send_row, ops.ll_net_scatter_row, ops.ll_net_take_row
+    put_tags, wait_data = ops.ll_net_put_tags, ops.ll_net_wait_data
+    publish_arrived, wait_arrived = ops.ht_net_publish_arrived, ops.ht_net_wait_arrived
+    last_block, op_code, outcome, clear_fail, store_header = ops.last_block, ops.op_code, ops.outcome, ops.clear_fail, ops.store_header
+    trace_begin, stamp = ops.trace_begin, ops.stamp
+
+    def ll_net_dispatch(comm, window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, slot, table, remote, header,  # noqa: ANN001, ANN202
+                        handle, signature, status, timeout):
+        trace = trace_begin()
+        epoch, fail, count, code = read_epoch(local + EPOCH), local + FAIL, read_count(local + COUNT), 0
+        first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
+        trace = stamp(trace, HEAD)
+        # ---- 1 head: what my stream did before is done, and what networked ranks ever put is here --------------------------
+        if block_idx() == 0:
+            if warp_idx() == 0:
+                publish_head(window, HEADS, rank, RANKS, TEAM, epoch, signature, status)
+            code = enter(comm, window, HEADS, rank, RANKS, TEAM, CONTEXTS, count, epoch, signature, status, fail, record, timeout)
+            if code != 0:
+                if warp_idx() == 0:
+                    publish_abort(window, HEADS, ARRIVED, rank, RANKS, TEAM, epoch, fail)   # my other blocks wait for that
+        trace = stamp(trace, COUNTING)
+        count_experts(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, first, end)
+        trace = stamp(trace, WAIT_HEADS)
+        if code == 0:
+            code = wait_heads(comm, window, HEADS, rank, RANKS, TEAM, count, epoch, signature, fail, record, timeout)
+        # ---- 2 counts -----------------------------------------------------------------------------------------------------
+        if code == 0:
+            publish_counts(window, COUNTS, COUNTS_SENT, rank, RANKS, TEAM, EXPERTS, epoch)
+        if block_idx() == 0:
+            if warp_idx() == 0:
+                if code == 0:
+                    put_counts(comm, window, COUNTS_SENT, NET_COUNTS, rank, RANKS, TEAM, EXPERTS)
+                signal(comm, rank, RANKS, TEAM, 0)
+        # ---- 3 send: whole rows, a warp each; they wait for no counts -------------------------------------------------------
+        if code == 0:
+            assign_rows(topk_idx, IDX_BYTES, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, part, table, rank, epoch, fail, record)
+            if part == 0:   # blocks that share tokens leave it to the first
+                at = first + warp_idx()
+                while at < end:
+                    send_row(comm, window, SENT, MESSAGES + rank * MOST * MESSAGE_BYTES, tokens, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS,
+                             ROW_BYTES, HEADER_BYTES, rank, TEAM, CONTEXTS, epoch)
+                    at += warps()
+            trace = stamp(trace, WAIT_COUNTS)
+            code = wait_counts(comm, window, COUNTS, NET_COUNTS, rank, RANKS, TEAM, EXPERTS, count, epoch, PLANE_ROWS, expert_counters, fail, record,
+                               timeout)
+        # ---- 4 rows inside my team ------------------------------------------------------------------------------------------
+        trace = stamp(trace, ROWS)
+        if code == 0:
+            place_rows(TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, part, table, rank, TEAM, epoch, fail, record)
+            if part == 0:
+                at = first + warp_idx()
+                while at < end:
+                    scatter_row(window, slot, tokens, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, rank, TEAM)
+                    at += warps()
+        # ---- 5 tell: the last block speaks for the rank ---------------------------------------------------------------------
+        trace = stamp(trace, MEET)
+        if last_block(local + BLOCKS_TOLD) == 1:
+            if warp_idx() == 0:
+                why = outcome(fail, epoch, 0)
+                if why == 0:
+                    publish_arrived(window, ARRIVED, rank, TEAM, epoch)
+                else:
+                    publish_abort(window, HEADS, ARRIVED, rank, RANKS, TEAM, epoch, fail)
+                put_tags(comm, window, TAGS, rank, RANKS, TEAM, count, epoch, why)
+                context = 0
+                while context < CONTEXTS:
+                    signal(comm, rank, RANKS, TEAM, context)
+                    context += 1
+        # ---- 6 take what networked ranks sent, all blocks together ----------------------------------------------------------
+        if code == 0:
+            code = wait_data(comm, window, TAGS, rank, RANKS, TEAM, CONTEXTS, count, epoch, fail, record, timeout)
+        if code == 0:
+            at = block_idx() * warps() + warp_idx()
+            while at < RANKS * MOST:
+                if at // MOST // TEAM != rank // TEAM:
+                    take_row(window, slot, MESSAGES, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES,
+                             HEADER_BYTES, rank, epoch, fail, record)
+                at += blocks() * warps()
+        if last_block(local + BLOCKS_DONE) == 1:
+            code = op_code(fail, epoch)
+            trace = stamp(trace, WAIT_ARRIVED)
+            if code == 0:
+                code = wait_arrived(window, ARRIVED, rank, TEAM, epoch, fail, record, timeout)
+            if warp_idx() == 0:
+                if code == 0:
+                    store_header(header, epoch, handle)
+                elif code != REFUSED and code != MISMATCH:   # in these nobody wrote a row: what the slot held it still holds
+                    store_header(header, epoch, 0)
+                clear_fail(fail)
+                advance_count(local + COUNT, count)
+                advance_epoch(local + EPOCH, epoch)
+        trace = stamp(trace, END)
+
+    return ll_net_dispatch

@@ -1,0 +1,65 @@
+"""The operations that only LOW_LATENCY kernels over several teams use: name, scope, parameters, effects, doc, may_fail, as in ``ht_vocabulary``.
+
+``net`` stands for the network, as in ``ht_net_vocabulary``, whose operations inside a team these kernels use, too. The protocol is that of
+``ncclep_py.ll_net_map``. Signal 2 * source is a source's HEAD, 2 * source + 1 its DATA.
+"""
+
+from __future__ import annotations
+
+__all__ = ["LL_NET_OPERATIONS", "LL_NET_PARAMETERS"]
+
+LL_NET_PARAMETERS = {
+    "counts_sent": "window offset of my rows per expert",
+    "net_counts": "window offset of networked sources' rows for my team's experts",
+    "messages": "window offset of messages received",
+    "returned": "window offset of rows that came back",
+    "tags": "window offset of TAGS",
+    "remote": "address of [R, M, K] rows in the slot of received (source, token, k)",
+    "most": "most tokens of a rank, M",
+}
+"""Meaning of the parameters that no other vocabulary has."""
+
+_FAILURE = "fail record timeout"
+_TEAM = "rank num_ranks team_size"
+_SIZES = "num_topk num_experts num_ranks"
+_ISSUE = "fence.acq_rel.sys; st.relaxed.sys net"
+
+LL_NET_OPERATIONS: tuple[tuple, ...] = (
+    ("ll_net_enter", "block", f"comm window heads {_TEAM} contexts count epoch signature status {_FAILURE}",
+     f"ld.acquire.sys net; {_ISSUE}; bar.sync",
+     "Drain: wait until all that networked ranks put in earlier operations is here; then put my HEAD to them, and signal it. Non-zero if one's is "
+     "not.", True),
+    ("ll_net_wait_heads", "block", f"comm window heads {_TEAM} count epoch signature {_FAILURE}", "ld.acquire.sys head; ld.acquire.sys net; bar.sync",
+     "Acquire, system scope: `wait_heads` of all ranks, then the HEAD signals of networked ones, after which puts to them are safe.", True),
+    ("ll_net_publish_counts", "block", f"window counts counts_sent {_TEAM} num_experts epoch", "st.relaxed.sys count; st.weak counts_sent; bar.sync",
+     "`publish_counts` to the ranks of my team; block 0 prepares what is put to others."),
+    ("ll_net_put_counts", "warp", f"comm window counts_sent net_counts {_TEAM} num_experts", _ISSUE,
+     "Put to each networked rank my rows for its team's experts, on context 0."),
+    ("ll_net_signal", "warp", f"comm {_TEAM} context", _ISSUE, "Add 1 to my DATA signal of a context at each networked rank."),
+    ("ll_net_wait_counts", "block",
+     f"comm window counts net_counts {_TEAM} num_experts count epoch plane_rows expert_counters {_FAILURE}",
+     "ld.acquire.sys net; ld.relaxed.sys count; ld.weak net_counts; bar.sync; st.weak expert_counters",
+     "Wait for the counts of all ranks for my team's experts. Shared memory: what lower ranks send to each of them, and to each of mine before "
+     "each source. The grid's last block writes how many rows my experts receive.", True),
+    ("ll_net_place_rows", "block", f"{_SIZES} plane_rows first end part table rank team_size epoch fail record", "st.weak table; bar.sync",
+     "Turn numbers among my own rows into final rows, for experts of my team; those beyond a plane become -1 and are recorded."),
+    ("ll_net_send_row", "warp",
+     f"comm window sent messages tokens token first {_SIZES} plane_rows row_bytes header_bytes rank team_size contexts epoch",
+     f"ld.nc tokens; st.weak sent; {_ISSUE}", "Make the message of a token and put it to every networked rank that hosts one of its experts."),
+    ("ll_net_scatter_row", "warp", f"window slot tokens token first {_SIZES} plane_rows row_bytes rank team_size", "ld.nc tokens; st.weak slot",
+     "`scatter_row` of a whole row inside my team."),
+    ("ll_net_put_tags", "warp", f"comm window tags {_TEAM} count epoch low", f"ld.acquire.sys net; {_ISSUE}",
+     "Put my TAG, on context 0, to each networked rank whose HEAD has come."),
+    ("ll_net_wait_data", "block", f"comm window tags {_TEAM} contexts count epoch {_FAILURE}", "ld.acquire.sys net; ld.relaxed.sys tag; bar.sync",
+     "Acquire, system scope: wait for the DATA signals of networked ranks on all contexts, then look at their TAGS. Non-zero if one does not come, "
+     "or gave up.", True),
+    ("ll_net_take_row", "warp", f"window slot messages remote source token most {_SIZES} plane_rows row_bytes header_bytes rank epoch fail record",
+     "ld.weak staging; st.weak slot; st.weak remote", "Copy a received row to its places, and keep them."),
+    ("ll_net_return_rows", "warp", "comm window slot returned remote source token most num_topk row_bytes contexts", f"ld.weak remote; {_ISSUE}",
+     "Put what experts made of a received token's rows back to its source."),
+    ("ll_net_gather_row", "warp",
+     f"window slot returned table weights out token {_SIZES} plane_rows row_bytes token_type rank team_size",
+     "ld.weak table; ld.nc weights; ld.weak slot; ld.weak returned; st.weak out",
+     "`gather_row` of a whole row: rows of my team from where they are, others from what came back."),
+)
+"""In the order of an operation's life."""

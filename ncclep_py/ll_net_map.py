@@ -1,0 +1,121 @@
+"""Every byte offset and signal of LOW_LATENCY over several teams, and why no late put is ever taken for data. Pure integers.
+
+Rank r = team * team_size + index. Ranks of a team address each other's memory as ever; all others are *networked*: a rank puts to each of them
+directly. What is for direct peers goes straight into its final place, as in one team. To a networked rank a row travels once, as a message
+{epoch, K global rows, row} into the receiver's staging; a global row names an expert and the number of earlier rows of mine for it, so that sending
+waits for no counts. The receiver knows how many rows lower ranks send to its experts (COUNTS inside the team, NET_COUNTS over the network), copies
+each row to its place, and keeps where it put it (REMOTE, of the slot). Combine puts each of these rows back to the source's staging, which has a
+place for every (token, k); the source adds direct rows and these in k order. So rows, their order and the bits of every sum are those of one team.
+
+A signal lands after all puts that were issued before it on its context and to its rank; nothing else orders puts. Each networked source has at
+each rank a HEAD signal (context 0, one add per operation) and on every context a DATA signal: one add per operation, on context 0 two, the first
+of them after the counts. These adds are made in every operation, also in one that is refused or given up. The local block counts operations
+(COUNT). Besides the invariants of ``memory_map``, which hold inside each team:
+
+* L-N1 HEAD(n) goes to a networked rank after all of that rank's DATA signals have come up to operation n (the *drain*): everything it ever put here has
+  landed. Who reads HEAD(n) of a networked rank knows that none of its own earlier puts is under way there, and that nobody there reads them any more.
+* L-N2 Counts and rows are put after HEAD(n) of *all* ranks. With L-N1 one bank of staging is enough, no put of an operation that failed can overtake
+  a later one at the same place, and neither send staging nor the rows of a slot are written while a put still reads them: that put has landed.
+* L-N3 A wait for what an operation put asks for a value of the signal that counts the adds of all operations before. Of the adds that landed one
+  is of this operation, and all puts before it are there; a late add of an older operation is part of the count.
+* L-N4 Before the last DATA signal on context 0, and also if the rank gives up, its TAG is put to those whose HEAD has come (L-N2): {epoch, 0}, or
+  {epoch, ABORT, culprit}. TAGs, messages and returned rows are read after the signals of all contexts, and only if the TAG says that the rank did
+  not give up. A rank whose HEAD came too late for that finds an old TAG, and knows only who gave up, not on whom.
+* L-N5 A message carries its epoch: staging keeps those of older operations, and only this operation's count.
+* L-N6 Sending waits for nobody after HEAD; all of it is signalled before the first wait for a networked rank's data.
+* L-N7 ARRIVED is a matter of the team. A failure in another team after all HEADs surfaces where its data is missing.
+
+A duplicate expert in a token can overflow a plane; what a networked rank drops then is recorded there, and the token's combined row is undefined.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ncclep_py.config import GroupConfig
+from ncclep_py.memory_map import SLOT_ALIGNMENT, WORD, LocalMap, WindowMap, align
+
+__all__ = ["LLNetMap"]
+
+MAX_CONTEXTS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class LLNetMap:
+    """What is added to the plans of a LOW_LATENCY group whose ranks form several teams.
+
+    Attributes:
+        team_size: ranks of a team.
+        tokens: most tokens of a rank, M.
+        num_contexts: contexts of the network; token t uses t % num_contexts.
+        tags: window offset of ``[R]`` u64 {epoch, 0 or ABORT and culprit}.
+        counts_sent: window offset of ``[E]`` u64, my rows per expert.
+        net_counts: window offset of ``[R][team_size * L]`` u64, rows of each networked source for my team's experts.
+        header_bytes: bytes of a message before its row: {1 << 32 | epoch: u64, K global rows: int32}, padded.
+        message_bytes: bytes of a message.
+        sent: window offset of ``[M]`` messages of mine.
+        messages: window offset of ``[R][M]`` messages received.
+        returned: window offset of ``[M * K]`` rows that came back.
+        total_bytes: size of the window.
+        count: offset of COUNT, u64, in the local block; after it a second counter of blocks.
+        remote: offset of ``[num_slots][R][M][K]`` int32 in the local block: row in the slot of each received (source, token, k), -1 for none.
+        remote_bytes: bytes of one slot's.
+        local_bytes: size of the local block.
+    """
+
+    num_ranks: int
+    team_size: int
+    tokens: int
+    num_contexts: int
+    tags: int
+    counts_sent: int
+    net_counts: int
+    header_bytes: int
+    message_bytes: int
+    sent: int
+    messages: int
+    returned: int
+    total_bytes: int
+    count: int
+    remote: int
+    remote_bytes: int
+    local_bytes: int
+
+    @classmethod
+    def build(cls, config: GroupConfig, num_ranks: int, team_size: int, window: WindowMap, local: LocalMap) -> LLNetMap:
+        """The plan for a group of several teams, whose plans for one team are `window` and `local`."""
+        if not 0 < team_size < num_ranks or num_ranks % team_size:
+            raise ValueError(f"team_size must divide num_ranks = {num_ranks} and be smaller, got {team_size}")
+        experts, tokens, topk = config.num_experts, config.max_dispatch_tokens_per_rank, config.num_topk
+        tags = align(window.total_bytes, SLOT_ALIGNMENT)
+        counts_sent = align(tags + num_ranks * WORD, 128)
+        net_counts = align(counts_sent + experts * WORD, 128)
+        header_bytes = align(WORD + 4 * topk, 16)
+        message_bytes = header_bytes + window.row_bytes
+        sent = align(net_counts + num_ranks * team_size * (experts // num_ranks) * WORD, SLOT_ALIGNMENT)
+        messages = align(sent + tokens * message_bytes, SLOT_ALIGNMENT)
+        returned = align(messages + num_ranks * tokens * message_bytes, SLOT_ALIGNMENT)
+        count = align(local.total_bytes, 128)
+        remote, remote_bytes = count + 128, align(4 * num_ranks * tokens * topk, 128)
+        return cls(num_ranks, team_size, tokens, min(tokens, MAX_CONTEXTS), tags, counts_sent, net_counts, header_bytes, message_bytes, sent,
+                   messages, returned, align(returned + tokens * topk * window.row_bytes, SLOT_ALIGNMENT), count, remote, remote_bytes,
+                   remote + config.num_slots * remote_bytes)
+
+    @property
+    def num_signals(self) -> int:
+        """Signals of a rank on each context: HEAD and DATA of every source."""
+        return 2 * self.num_ranks
+
+    def slot_remote(self, slot: int) -> int:
+        """Offset of a slot's REMOTE in the local block."""
+        return self.remote + slot * self.remote_bytes
+
+    def regions(self) -> list[tuple[str, int, int]]:
+        """(name, first byte, end byte) of the added regions of the window."""
+        return [("TAGS", self.tags, self.counts_sent), ("COUNTS_SENT", self.counts_sent, self.net_counts),
+                ("NET_COUNTS", self.net_counts, self.sent), ("STAGING_SENT", self.sent, self.messages),
+                ("STAGING_MESSAGES", self.messages, self.returned), ("STAGING_RETURNED", self.returned, self.total_bytes)]
+
+    def local_regions(self) -> list[tuple[str, int, int]]:
+        """(name, first byte, end byte) of the added regions of the local block."""
+        return [("COUNT", self.count, self.count + 8), ("BLOCKS_DONE2", self.count + 8, self.count + 16), ("REMOTE", self.remote, self.local_bytes)]
