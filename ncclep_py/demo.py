@@ -57,6 +57,7 @@ class Job:
     layout: str = "expert_major"
     algorithm: str = "ll"
     trace: bool = False
+    team: int = 0
 
 
 @dataclasses.dataclass
@@ -78,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The demo's command line."""
     parser.add_argument("--text", metavar="FILE", help="text to run the layer over (default: a text of the project's own)")
     parser.add_argument("--ranks", type=int, default=4, help="number of ranks (default 4)")
+    parser.add_argument("--team", type=int, default=0, help="simulator: ranks of a team; teams are connected by a network (default: one team)")
     parser.add_argument("--backend", choices=["auto", "sim", "nccl"], default="auto", help="auto: nccl where there is a CUDA GPU, else sim")
     parser.add_argument("--algorithm", choices=["ll", "ht"], default="ll", help="low latency or high throughput (default ll)")
     parser.add_argument("--layout", choices=["expert_major", "rank_major", "flat"], default="expert_major",
@@ -126,7 +128,7 @@ def _job(args: argparse.Namespace) -> Job:
     if args.topk > args.experts:
         raise ValueError(f"--topk must be at most --experts = {args.experts}, got {args.topk}")
     return Job(args.ranks, args.backend, args.experts, args.topk, args.hidden, args.tokens, args.seed, args.layout, args.algorithm,
-               bool(args.trace))
+               bool(args.trace), args.team)
 
 
 def _words(path: str | None) -> list[str]:
@@ -328,7 +330,7 @@ def run(job: Job, words: list[str], progress: Callable[[int, int], None] = lambd
     if job.experts % job.ranks:
         raise ValueError(f"--experts must be a multiple of --ranks, got {job.experts} over {job.ranks}")
     started = time.perf_counter()
-    with LocalWorld(job.ranks, job.backend, seed=job.seed) as world:
+    with LocalWorld(job.ranks, job.backend, seed=job.seed, team_size=job.team) as world:
         of_ranks = world.run(_rank_program, job, words, progress)
         backend, device = world.backend, world.communicators[0].device
     seconds = time.perf_counter() - started

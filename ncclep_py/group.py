@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from ncclep_py.handle import Handle
-    from ncclep_py.kernels.shape import Wire
+    from ncclep_py.kernels.shape import KernelShape, Wire
     from ncclep_py.recipes import Sent
     from ncclep_py.timeline import Event
 
@@ -104,6 +104,10 @@ class Group(Masking):
             from ncclep_py.ht_net_group import HTNetGroup
 
             return HTNetGroup(comm, config) if comm.topology.num_teams > 1 else HTGroup(comm, config)
+        if comm.topology.num_teams > 1:
+            from ncclep_py.ll_net_group import LLNetGroup
+
+            return LLNetGroup(comm, config)
         return cls(comm, config)
 
     def plans(self, config: GroupConfig, num_ranks: int) -> tuple[WindowMap, LocalMap]:
@@ -113,6 +117,10 @@ class Group(Masking):
     def memory(self) -> tuple[int, list[tuple[str, int, int]], int, list[tuple[str, int, int]]]:
         """Internal: bytes and regions of the window and of the local block."""
         return self.map.total_bytes, self.map.regions(), self.local_map.total_bytes, self.local_map.regions()
+
+    def make_shape(self, name: str, shape: KernelShape) -> KernelShape:
+        """Internal: the constants of a kernel, given those of one team."""
+        return shape
 
     # ---- handles ----------------------------------------------------------------------------------------------------
     def create_handle(self, layout: Layout, topk_idx: torch.Tensor | None = None, *, num_topk: int | None = None, idx_dtype: Any = None,
@@ -143,7 +151,7 @@ class Group(Masking):
                 raise EpError(f"{name} for {num_topk} experts per token and {idx_bytes}-byte ids is not loaded, and loading is impossible during "
                               "graph capture: create the handle (or call it once) with these before capturing")
             name = self.kernel_name(name)
-            shape = KernelShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout, wire or PLAIN)
+            shape = self.make_shape(name, KernelShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout, wire or PLAIN))
             shared = launch.shared_bytes(shape, self.config.max_dispatch_tokens_per_rank, self.num_blocks, BLOCK_THREADS // 32,
                                          self.comm.max_shared_bytes())
             self._kernels[key] = self.comm.kernel(name, shape, shared, self.num_blocks, self.tracer)

@@ -8,12 +8,13 @@ each row to its place, and keeps where it put it (REMOTE, of the slot). Combine 
 place for every (token, k); the source adds direct rows and these in k order. So rows, their order and the bits of every sum are those of one team.
 
 A signal lands after all puts that were issued before it on its context and to its rank; nothing else orders puts. Each networked source has at
-each rank a HEAD signal (context 0, one add per operation) and on every context a DATA signal: one add per operation, on context 0 two, the first
-of them after the counts. These adds are made in every operation, also in one that is refused or given up. The local block counts operations
+each rank a HEAD signal (context 0, one add per operation) and on every context a DATA signal: one add per operation, on context 0 two, the first of
+them after the counts. These adds are made in every operation, also in one that is refused or given up. The local block counts operations
 (COUNT). Besides the invariants of ``memory_map``, which hold inside each team:
 
-* L-N1 HEAD(n) goes to a networked rank after all of that rank's DATA signals have come up to operation n (the *drain*): everything it ever put here has
-  landed. Who reads HEAD(n) of a networked rank knows that none of its own earlier puts is under way there, and that nobody there reads them any more.
+* L-N1 HEAD(n) goes to a networked rank after all of that rank's DATA signals have come up to operation n (the *drain*): everything it ever put
+  here has landed. Who reads HEAD(n) of a networked rank knows that none of its own earlier puts is under way there, and that nobody there reads them
+  any more.
 * L-N2 Counts and rows are put after HEAD(n) of *all* ranks. With L-N1 one bank of staging is enough, no put of an operation that failed can overtake
   a later one at the same place, and neither send staging nor the rows of a slot are written while a put still reads them: that put has landed.
 * L-N3 A wait for what an operation put asks for a value of the signal that counts the adds of all operations before. Of the adds that landed one

@@ -118,7 +118,7 @@ def play_failure(seed: int, **how: Any) -> None:
 
 
 def named(records: dict[int, Any], who: int) -> bool:
-    """Whether every record of a rank other than `who` names it, or a networked rank that has a record itself: it gave up, and could not tell on whom."""
+    """Whether every record of a rank other than `who` names it, or a networked rank that has a record itself: it gave up, and could not tell why."""
     return all(r is None or rank == who or r.culprit == who or (r.phase in (Phase.ROWS, Phase.COUNTS) and records.get(r.culprit) is not None)
                for rank, r in records.items())
 
@@ -218,8 +218,8 @@ MUTANTS = {f"{kernel}: {name}": (kernel, change) for kernel in ("dispatch", "com
         "            place_rows(TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, part, table, rank, TEAM, epoch, fail, record)\n", "")]),
     "dispatch: no arrived": ("dispatch", [("publish_arrived(window, ARRIVED, rank, TEAM, epoch)", "why = why")]),
     "dispatch: no wait for arrived": ("dispatch", [("code = wait_arrived(window, ARRIVED, rank, TEAM, epoch, fail, record, timeout)", "code = 0")]),
-    "dispatch: no counts to other teams": ("dispatch", [(
-        "                    put_counts(comm, window, COUNTS_SENT, NET_COUNTS, rank, RANKS, TEAM, EXPERTS)\n", "                    count = count\n")]),
+    "dispatch: no counts to other teams": ("dispatch", [
+        ("put_counts(comm, window, COUNTS_SENT, NET_COUNTS, rank, RANKS, TEAM, EXPERTS)", "code = 0")]),
     "combine: no rows back": ("combine", [(
         "return_rows(comm, window, slot, RETURNED, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, CONTEXTS)", "at = at")]),
     "combine: no check of the header": ("combine", [("code = check_header(held, handle, rank, epoch, fail, record)", "code = 0")]),

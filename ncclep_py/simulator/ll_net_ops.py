@@ -30,14 +30,14 @@ def _data(peers: list[int], contexts: int, count: int, now: int) -> list[tuple[i
 def ll_net_enter(call: Call, task: Task, comm: int, window: int, heads: int, rank: int, num_ranks: int, team_size: int, contexts: int, count: int,
                  epoch: int, signature: int, status: int, fail: int, record: int, timeout: int) -> int:
     """Drain, then HEAD to networked ranks."""
-    network, peers = _network(call), _networked(rank, num_ranks, team_size)
+    network, peers = _network(call, comm), _networked(rank, num_ranks, team_size)
     dry: set[int] = set()
 
     def net(access: Access) -> int | None:
         if task.warp:
             return None
         if access.effect.kind == "ld":
-            left = _wait_signals(call, task, access, _data(peers, contexts, count, 0))
+            left = _wait_signals(call, task, comm, access, _data(peers, contexts, count, 0))
             dry.update(p for p in peers if all(network.seen(rank, c, i) >= least for _, c, i, least in _data([p], contexts, count, 0)))
             if left is None:
                 return 0
@@ -72,7 +72,7 @@ def ll_net_wait_heads(call: Call, task: Task, comm: int, window: int, heads: int
     def net(access: Access) -> int | None:
         if task.warp or code:
             return None
-        left = _wait_signals(call, task, access, [(p, 0, 2 * p, count + 1) for p in _networked(rank, num_ranks, team_size)])
+        left = _wait_signals(call, task, comm, access, [(p, 0, 2 * p, count + 1) for p in _networked(rank, num_ranks, team_size)])
         return 0 if left is None else call.give_up(task, fail, record, Code.TIMEOUT, epoch, Phase.HEAD, rank, left, left, count, count + 1)
 
     given = (comm, window, heads, rank, num_ranks, team_size, count, epoch, signature, fail, record, timeout)
@@ -110,7 +110,7 @@ def ll_net_put_counts(call: Call, task: Task, comm: int, window: int, counts_sen
 
     def net(access: Access) -> None:
         for peer in _networked(rank, num_ranks, team_size):
-            _network(call).put(task, window, peer, 0, net_counts + rank * size, counts_sent + peer // team_size * size, size)
+            _network(call, comm).put(task, window, peer, 0, net_counts + rank * size, counts_sent + peer // team_size * size, size)
             call.scheduler.split()
 
     return call.perform(task, (), {"net": net})
@@ -120,7 +120,7 @@ def ll_net_signal(call: Call, task: Task, comm: int, rank: int, num_ranks: int, 
     """One add to my DATA signal everywhere."""
     def net(access: Access) -> None:
         for peer in _networked(rank, num_ranks, team_size):
-            _network(call).signal(task, peer, context, 2 * rank + 1, 1)
+            _network(call, comm).signal(task, peer, context, 2 * rank + 1, 1)
             call.scheduler.split()
 
     return call.perform(task, (), {"net": net})
@@ -145,7 +145,7 @@ def ll_net_wait_counts(call: Call, task: Task, comm: int, window: int, counts: i
 
     def net(access: Access) -> int | None:
         nonlocal code
-        left = _wait_signals(call, task, access, _data(peers, 1, count, 1))
+        left = _wait_signals(call, task, comm, access, _data(peers, 1, count, 1))
         if left is not None:
             code = call.give_up(task, fail, record, Code.TIMEOUT, epoch, Phase.COUNTS, rank, left, left, count, count)
         return code
@@ -236,7 +236,7 @@ def ll_net_send_row(call: Call, task: Task, comm: int, window: int, sent: int, m
 
     def net(access: Access) -> None:
         for peer in hosts:
-            _network(call).put(task, window, peer, token % contexts, messages + token * size, sent + token * size, size)
+            _network(call, comm).put(task, window, peer, token % contexts, messages + token * size, sent + token * size, size)
             call.scheduler.split()
 
     return call.perform(task, (), {"tokens": load, "sent": stage, "net": net})
@@ -265,7 +265,7 @@ def ll_net_scatter_row(call: Call, task: Task, window: int, slot: int, tokens: i
 def ll_net_put_tags(call: Call, task: Task, comm: int, window: int, tags: int, rank: int, num_ranks: int, team_size: int, count: int, epoch: int,
                     low: int) -> int:
     """My TAG to all whose HEAD has come."""
-    network, here = _network(call), list[int]()
+    network, here = _network(call, comm), list[int]()
 
     def net(access: Access) -> None:
         if access.effect.kind == "ld":
@@ -290,7 +290,7 @@ def ll_net_wait_data(call: Call, task: Task, comm: int, window: int, tags: int, 
         nonlocal came
         if task.warp:
             return 0
-        left = _wait_signals(call, task, access, _data(peers, contexts, count, 2))
+        left = _wait_signals(call, task, comm, access, _data(peers, contexts, count, 2))
         came = left is None
         return 0 if came else call.give_up(task, fail, record, Code.TIMEOUT, epoch, Phase.ROWS, rank, left or 0, left or 0, count, count + 1)
 
@@ -361,7 +361,7 @@ def ll_net_return_rows(call: Call, task: Task, comm: int, window: int, slot: int
     def net(access: Access) -> None:
         for k, place in enumerate(places):
             if place >= 0:
-                _network(call).put(task, window, source, token % contexts, returned + (token * num_topk + k) * row_bytes, slot + place * row_bytes,
+                _network(call, comm).put(task, window, source, token % contexts, returned + (token * num_topk + k) * row_bytes, slot + place * row_bytes,
                                    row_bytes)
                 call.scheduler.split()
 
