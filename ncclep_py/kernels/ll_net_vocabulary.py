@@ -48,7 +48,7 @@ LL_NET_OPERATIONS: tuple[tuple, ...] = (
      f"ld.nc tokens; st.weak sent; {_ISSUE}", "Make the message of a token and put it to every networked rank that hosts one of its experts."),
     ("ll_net_scatter_row", "warp", f"window slot tokens token first {_SIZES} plane_rows row_bytes rank team_size", "ld.nc tokens; st.weak slot",
      "`scatter_row` of a whole row inside my team."),
-    ("ll_net_put_tags", "warp", f"comm window tags {_TEAM} count epoch low", f"ld.acquire.sys net; {_ISSUE}",
+    ("ll_net_put_tags", "warp", f"comm window tags {_TEAM} count epoch low", "ld.acquire.sys net; st.relaxed.sys net",
      "Put my TAG, on context 0, to each networked rank whose HEAD has come."),
     ("ll_net_wait_data", "block", f"comm window tags {_TEAM} contexts count epoch {_FAILURE}", "ld.acquire.sys net; ld.relaxed.sys tag; bar.sync",
      "Acquire, system scope: wait for the DATA signals of networked ranks on all contexts, then look at their TAGS. Non-zero if one does not come, "
