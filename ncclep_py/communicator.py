@@ -69,7 +69,6 @@ class Communicator(ABC):
         device: torch device of this rank's tensors.
         ranks_on_device: ranks that share this rank's device, this one included.
         team_size: ranks that can address each other's memory; the ranks form teams of that many (0: all are one team).
-        device_comm: address of NCCL's device communicator, for kernels that use the network; 0 in the simulator.
         fp4: whether the device has FP4 conversions, without which NVFP4 is refused. The simulator's is False; set it to try the recipe there.
     """
 
@@ -80,7 +79,6 @@ class Communicator(ABC):
     ranks_on_device: int
     team_size: int = 0
     fp4: bool = False
-    device_comm: int = 0
 
     @property
     def topology(self) -> Topology:

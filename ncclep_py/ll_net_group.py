@@ -15,6 +15,7 @@ from ncclep_py.handle import Handle
 from ncclep_py.kernels.ll_net_shape import LLNetShape
 from ncclep_py.kernels.shape import KernelShape
 from ncclep_py.ll_net_map import LLNetMap
+from ncclep_py.plan import device_needs
 from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind
 
@@ -45,6 +46,7 @@ class LLNetGroup(Group):
                                (config.slot_layout is Layout.RANK_MAJOR, "slot_layout RANK_MAJOR")):
             if unwanted:
                 raise _missing(what)
+        self.device = comm.device_communicator(device_needs(config, comm.topology))
         super().__init__(comm, config)
 
     def memory(self) -> tuple[int, list[tuple[str, int, int]], int, list[tuple[str, int, int]]]:
@@ -77,10 +79,15 @@ class LLNetGroup(Group):
         self._window.memory[self.net.messages: self.net.returned].zero_()   # a message of an epoch to come is none
         super().start_at(epoch)
 
+    def close(self) -> None:
+        """As `Group.close`; then the device communicator goes, too."""
+        super().close()
+        self.device.close()
+
     def _meet(self, kind: OpKind, status: int) -> None:
         kernel, plan, own = self._meeting(), self.map, self.local_map
         local, record = self.addresses()
-        values = (self.comm.device_comm, self._window.handle, self.rank, local, record, 0, 0, 0, 0, plan.slots, local, local + self.net.remote,
+        values = (self.device.address, self._window.handle, self.rank, local, record, 0, 0, 0, 0, plan.slots, local, local + self.net.remote,
                   local + own.header(self.config.num_slots), 0, self.signature(kind, 0, 0, self.config.num_topk), status, self.config.wait_ns)
         self.comm.submit(kernel, values, self.num_blocks, kind.name.lower(), (), refusing=status != Status.GO)
 
@@ -108,7 +115,7 @@ class LLNetHandle(Handle):
         local, record = group.addresses()
         stamp = self.id << 32 | (self._held if combine else self._generation)
         signature = group.signature(OpKind.COMBINE if combine else OpKind.DISPATCH, self.layout, slot, self.num_topk)
-        values = (group.comm.device_comm, group.window.handle, group.rank, local, record, *(own if combine else own[:4]), *((1,) if combine else ()),
+        values = (group.device.address, group.window.handle, group.rank, local, record, *(own if combine else own[:4]), *((1,) if combine else ()),
                   plan.slot(slot), local + local_map.table(slot), local + group.net.slot_remote(slot), local + local_map.header(slot), stamp,
                   signature, status, group.config.wait_ns)
         group.keep(tensors)

@@ -111,15 +111,15 @@ def play_failure(seed: int, **how: Any) -> None:
     for rank, record in records.items():
         if kind in ("late", "dead"):
             assert named(records, who) or kind == "dead"
-            assert kind == "late" or record is None or record.culprit == who or rank == who or record.phase in (Phase.ROWS, Phase.COUNTS)
+            assert kind == "late" or record is None or record.culprit == who or rank == who or record.phase != Phase.HEAD
         else:
             assert record is not None and record.code == {"refused": Code.REFUSED, "stale": Code.STALE_SLOT}[kind]
             assert kind == "stale" or (record.peer, record.seen) == (who, 9)
 
 
 def named(records: dict[int, Any], who: int) -> bool:
-    """Whether every record of a rank other than `who` names it, or a networked rank that has a record itself: it gave up, and could not tell why."""
-    return all(r is None or rank == who or r.culprit == who or (r.phase in (Phase.ROWS, Phase.COUNTS) and records.get(r.culprit) is not None)
+    """Whether every record of a rank other than `who` names it, or, once all had entered, a rank that gave up itself and could not tell why in time."""
+    return all(r is None or rank == who or r.culprit == who or (r.phase != Phase.HEAD and records.get(r.culprit) is not None)
                for rank, r in records.items())
 
 
@@ -243,8 +243,9 @@ LL_NET = {op[0] for op in LL_NET_OPERATIONS}
 EFFECTS = {name: effects for name, effects in effect_mutants(LL_NET, NET_OPS).items() if "st." not in name or not name.endswith(" net")}
 """Without how strong a put is: that is the network's."""
 AGAIN = "the operation before it in the same warp has the same fence, and this one nothing new to release"
-SURVIVORS = {f"ll_net_enter: {what}": AGAIN for what in ("no 1 fence.acq_rel.sys", "fence.acq_rel.sys first", "fence.acq_rel.gpu", "fence.acq_rel.sys last")
-             } | {f"ll_net_signal: {what}": AGAIN for what in ("no 0 fence.acq_rel.sys", "fence.acq_rel.gpu", "fence.acq_rel.sys last")} | {
+ENTER = ("no 1 fence.acq_rel.sys", "fence.acq_rel.sys first", "fence.acq_rel.gpu", "fence.acq_rel.sys last")
+SURVIVORS = {f"ll_net_enter: {what}": AGAIN for what in ENTER} | {
+    f"ll_net_signal: {what}": AGAIN for what in ("no 0 fence.acq_rel.sys", "fence.acq_rel.gpu", "fence.acq_rel.sys last")} | {
     "ll_net_enter: no 3 bar.sync": "only whether it failed is used, and wait_heads has a barrier",
     "ll_net_put_tags: ld.relaxed.sys net": "a TAG orders nothing, and is read after a signal", "ll_net_put_tags: ld.acquire.gpu net": "the same",
     "ll_net_wait_data: ld.weak tag": "the signals before it order it", "ll_net_wait_data: ld.relaxed.gpu tag": "the same",

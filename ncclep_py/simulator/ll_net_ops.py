@@ -37,7 +37,7 @@ def ll_net_enter(call: Call, task: Task, comm: int, window: int, heads: int, ran
         if task.warp:
             return None
         if access.effect.kind == "ld":
-            left = _wait_signals(call, task, comm, access, _data(peers, contexts, count, 0))
+            left = _wait_signals(call, task, access, comm, _data(peers, contexts, count, 0))
             dry.update(p for p in peers if all(network.seen(rank, c, i) >= least for _, c, i, least in _data([p], contexts, count, 0)))
             if left is None:
                 return 0
@@ -72,7 +72,7 @@ def ll_net_wait_heads(call: Call, task: Task, comm: int, window: int, heads: int
     def net(access: Access) -> int | None:
         if task.warp or code:
             return None
-        left = _wait_signals(call, task, comm, access, [(p, 0, 2 * p, count + 1) for p in _networked(rank, num_ranks, team_size)])
+        left = _wait_signals(call, task, access, comm, [(p, 0, 2 * p, count + 1) for p in _networked(rank, num_ranks, team_size)])
         return 0 if left is None else call.give_up(task, fail, record, Code.TIMEOUT, epoch, Phase.HEAD, rank, left, left, count, count + 1)
 
     given = (comm, window, heads, rank, num_ranks, team_size, count, epoch, signature, fail, record, timeout)
@@ -145,7 +145,7 @@ def ll_net_wait_counts(call: Call, task: Task, comm: int, window: int, counts: i
 
     def net(access: Access) -> int | None:
         nonlocal code
-        left = _wait_signals(call, task, comm, access, _data(peers, 1, count, 1))
+        left = _wait_signals(call, task, access, comm, _data(peers, 1, count, 1))
         if left is not None:
             code = call.give_up(task, fail, record, Code.TIMEOUT, epoch, Phase.COUNTS, rank, left, left, count, count)
         return code
@@ -290,7 +290,7 @@ def ll_net_wait_data(call: Call, task: Task, comm: int, window: int, tags: int, 
         nonlocal came
         if task.warp:
             return 0
-        left = _wait_signals(call, task, comm, access, _data(peers, contexts, count, 2))
+        left = _wait_signals(call, task, access, comm, _data(peers, contexts, count, 2))
         came = left is None
         return 0 if came else call.give_up(task, fail, record, Code.TIMEOUT, epoch, Phase.ROWS, rank, left or 0, left or 0, count, count + 1)
 
@@ -361,8 +361,8 @@ def ll_net_return_rows(call: Call, task: Task, comm: int, window: int, slot: int
     def net(access: Access) -> None:
         for k, place in enumerate(places):
             if place >= 0:
-                _network(call, comm).put(task, window, source, token % contexts, returned + (token * num_topk + k) * row_bytes, slot + place * row_bytes,
-                                   row_bytes)
+                _network(call, comm).put(task, window, source, token % contexts, returned + (token * num_topk + k) * row_bytes,
+                                         slot + place * row_bytes, row_bytes)
                 call.scheduler.split()
 
     return call.perform(task, (), {"remote": load, "net": net})

@@ -40,4 +40,5 @@ class LLNetProgram(Program):
     def _launch_signed(self, kind: str, rank: int, slot: int, handle: int, status: int, signature: Any, more: dict[str, int],
                        **tensors: object) -> None:
         remote = self.local[rank].ctypes.data + self.shape.net.slot_remote(slot)
-        super()._launch_signed(kind, rank, slot, handle, status, signature, {"comm": 0, "remote": remote, "rows_valid": 1} | more, **tensors)
+        given = {"comm": self.network.number, "remote": remote, "rows_valid": 1} | more
+        super()._launch_signed(kind, rank, slot, handle, status, signature, given, **tensors)
