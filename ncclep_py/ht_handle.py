@@ -17,25 +17,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ncclep_py.arguments import Seen, check_ids, check_tensor, check_tokens, refusal_of, refused, stale
+from ncclep_py.arguments import Seen, check_tensor, refusal_of, refused
 from ncclep_py.config import (
     CombineConfig,
-    CombineQuant,
     DispatchConfig,
-    DispatchQuant,
     ExpertIdKind,
     HandleConfig,
     Layout,
     PassDir,
-    ZeroCopyMode,
     _member,
 )
-from ncclep_py.errors import EpClosedError, EpError, EpRefusedError, EpStaleError, Status
+from ncclep_py.errors import EpError, EpRefusedError, Status
 from ncclep_py.handle_checks import _check_kinds, _known_topk
+from ncclep_py.ht_handle_checks import HTHandleChecks, _known_layout
 from ncclep_py.ht_memory_map import AUTO_ALIGNMENT, HTMaps
 from ncclep_py.inputs_outputs import CombineInputs, CombineOutputs, DispatchInputs, DispatchOutputs, LayoutInfo
 from ncclep_py.kernels.shape import Wire
-from ncclep_py.recipes import Sent, check_recipe
+from ncclep_py.recipes import Sent
 from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind, Signature
 
@@ -53,7 +51,7 @@ OWN_VALUES = {"ht_prepare": 7, "ht_dispatch": 8, "ht_combine": 4}
 PLAIN_DISPATCH, PLAIN_COMBINE = DispatchConfig(), CombineConfig()
 
 
-class HTHandle:
+class HTHandle(HTHandleChecks):
     """Made by `Group.create_handle` of a HIGH_THROUGHPUT group.
 
     Attributes:
@@ -146,52 +144,6 @@ class HTHandle:
                 own.expert_counters, own.expert_offsets, own.expert_counts_unpadded, own.recv_total_counter)))
             self.layout_info = LayoutInfo(counters, None, ExpertIdKind.AUTO, offsets, total, unpadded)
 
-    def _check_routing(self, topk_idx: Any) -> None:
-        import torch
-
-        config = self.group.config
-        if not self._seen.same("topk_idx", topk_idx):
-            check_tensor("topk_idx", topk_idx, (None, self.num_topk), (torch.int32, torch.int64), self.group.comm.device, aligned=False)
-            check_tokens("topk_idx", topk_idx.shape[0], config.max_dispatch_tokens_per_rank)
-            self._seen.passed("topk_idx", topk_idx)
-        if config.checked:
-            if self.group.comm.capturing():
-                raise EpError("GroupConfig.checked reads expert ids on the host, which is impossible during graph capture: capture on a group "
-                              "without it")
-            check_ids("topk_idx", topk_idx, config.num_experts)
-
-    def _check_counts(self, info: LayoutInfo) -> tuple[torch.Tensor | None, ...]:
-        """The caller's tensors for counts in the order of the kernel's parameters."""
-        import torch
-
-        if info.src_rank_counters is not None:
-            raise ValueError("layout_info.src_rank_counters must be left out of a HIGH_THROUGHPUT update")
-        local, found = self.group.map.num_local_experts, []
-        dtypes = (torch.int32, torch.int64)
-        for name, least in (("expert_counters", local), ("expert_offsets", local), ("expert_counts_unpadded", local), ("recv_total_counter", 1)):
-            tensor = getattr(info, name)
-            if self._flat and name == "expert_offsets":
-                tensor = None   # FLAT has no zones
-            if tensor is not None and not self._seen.same(name, tensor):
-                check_tensor(f"layout_info.{name}", tensor, (None,), dtypes, self.group.comm.device, aligned=False)
-                if tensor.shape[0] < least:
-                    raise refused(ValueError(f"layout_info.{name} must have at least {least} entries, got {tensor.shape[0]}"), Refusal.SHAPE)
-                self._seen.passed(name, tensor)
-            found.append(tensor)
-        kinds = {t.dtype for t in found if t is not None}
-        if len(kinds) > 1:
-            raise refused(TypeError(f"layout_info's tensors must have one dtype, got {', '.join(sorted(map(str, kinds)))}"), Refusal.TYPE)
-        return tuple(found)
-
-    def _own_counts(self) -> LayoutInfo:
-        """Views of the counts in the handle's maps."""
-        import torch
-
-        plan, local = self._maps_plan, self.group.map.num_local_experts
-        zones = self._maps[plan.zones: plan.zones + 12 * local].view(torch.int32)
-        total = self._maps[plan.received + 8: plan.received + 16].view(torch.int64)
-        return LayoutInfo(zones[2 * local:], None, ExpertIdKind.AUTO, None if self._flat else zones[:local], total, zones[local: 2 * local])
-
     # ---- dispatch ----------------------------------------------------------------------------------------------------
     def dispatch(self, inputs: DispatchInputs | torch.Tensor, outputs: DispatchOutputs | None = None, layout_info: LayoutInfo | None = None,
                  config: DispatchConfig | None = None, *, topk_idx: torch.Tensor | None = None,
@@ -246,65 +198,6 @@ class HTHandle:
         self._deliver(made, slot, sent, backward, place)
         made.layout_info, made.generation = self.layout_info, self._generation
         return made
-
-    def _check_dispatch(self, given: DispatchInputs, weights: Any, made: DispatchOutputs, config: DispatchConfig, backward: bool) -> Sent | None:
-        group, seen, device = self.group, self._seen, self.group.comm.device
-        import torch
-
-        self._check_updated("dispatch")
-        if not group.config.max_recv_tokens_per_rank and group.comm.capturing():
-            raise EpError("dispatch cannot be captured while max_recv_tokens_per_rank is AUTO; set a budget")
-        sent = None
-        if config.quant_recipe is DispatchQuant.DS_FP8E3M4:
-            raise ValueError("quant_recipe must be NONE or FWD in HIGH_THROUGHPUT, got DS_FP8E3M4")
-        if config.quant_recipe is DispatchQuant.FWD:
-            sent = check_recipe(given, self._num_tokens, config, group.config, device)
-        else:
-            _without("a dispatch without recipe", ("inputs.scales", given.scales), ("outputs.scales", made.scales))
-            if not seen.same("tokens", given.tokens) or given.tokens.shape[0] != self._num_tokens:
-                check_tensor("tokens", given.tokens, (self._num_tokens, group.config.hidden), (self._dtype,), device)
-                seen.passed("tokens", given.tokens)
-        self._check_outside("tokens", given.tokens)
-        if backward:
-            _without("a backward dispatch", ("inputs.topk_weights", weights), ("outputs.topk_weights", made.topk_weights),
-                     ("outputs.topk_idx", made.topk_idx))
-        else:
-            self._check_weights("topk_weights", weights, "a forward dispatch (inputs.topk_weights or topk_weights=)")
-        if not self._flat:
-            _without("an EXPERT_MAJOR dispatch", ("outputs.topk_idx", made.topk_idx))
-        width, dtype = (group.config.hidden, self._dtype) if sent is None else (sent.width, sent.dtype)
-        shapes: list[tuple[str, Any, tuple[int | None, ...], Any]] = [("tokens", made.tokens, (None, width), dtype)]
-        if sent is not None:
-            shapes.append(("scales", made.scales, (None, sent.scale_width), sent.scale_dtype))
-        k = (None, self.num_topk) if self._flat else (None,)
-        shapes += [("topk_weights", made.topk_weights, k, torch.float32), ("topk_idx", made.topk_idx, k, torch.int64)]
-        rows = None if made.tokens is None or not isinstance(made.tokens, torch.Tensor) or not made.tokens.ndim else made.tokens.shape[0]
-        for name, tensor, shape, kind in shapes:
-            if tensor is None:
-                continue
-            if not seen.same(f"outputs.{name}", tensor):
-                check_tensor(f"outputs.{name}", tensor, shape, (kind,), device)
-                seen.passed(f"outputs.{name}", tensor)
-            self._check_rows(f"outputs.{name}", tensor, rows)
-        return sent
-
-    def _check_rows(self, name: str, tensor: torch.Tensor, rows: int | None) -> None:
-        """Refuse outputs with too few rows, or with other rows than the tokens."""
-        budget, have = self.group.config.max_recv_tokens_per_rank, int(tensor.shape[0])
-        if have < budget:
-            raise refused(ValueError(f"{name} must have at least max_recv_tokens_per_rank = {budget} rows, got {have}"), Refusal.SHAPE)
-        if not budget and rows is not None and have != rows:
-            raise refused(ValueError(f"{name} must have as many rows as outputs.tokens, {rows}, got {have}"), Refusal.SHAPE)
-
-    def _check_weights(self, name: str, weights: Any, whose: str) -> None:
-        """Refuse router weights that are missing or wrong."""
-        import torch
-
-        if weights is None:
-            raise ValueError(f"{name} must be given to {whose}")
-        if not self._seen.same(name, weights) or weights.shape[0] != self._num_tokens:
-            check_tensor(name, weights, (self._num_tokens, self.num_topk), (torch.float32,), self.group.comm.device, aligned=False)
-            self._seen.passed(name, weights)
 
     def _deliver(self, made: DispatchOutputs, slot: int, sent: Sent | None, backward: bool, place: int) -> None:
         """Set or fill what the caller sees of a dispatch."""
@@ -389,42 +282,6 @@ class HTHandle:
         self._launch("ht_combine", slot, backward, Status.GO, own, written, place=place)
         return made.tokens
 
-    def _check_combine(self, given: CombineInputs, grads: Any, made: CombineOutputs, outputs: CombineOutputs | None, config: CombineConfig,
-                       slot: int, backward: bool) -> None:
-        import torch
-
-        group, seen, device = self.group, self._seen, self.group.comm.device
-        if config.quant_recipe is not CombineQuant.NONE:
-            raise ValueError(f"quant_recipe must be NONE in a HIGH_THROUGHPUT combine, got {config.quant_recipe.name}")
-        _without("a HIGH_THROUGHPUT combine", ("inputs.scales", given.scales))
-        self._check_updated("combine")
-        if self._routings[backward] < 0:
-            raise refused(EpError("combine needs a dispatch of this handle before it, and the last one was refused"), Refusal.STALE)
-        if self._routings[backward] != self._routing:
-            raise stale("the rows to combine were dispatched under an earlier routing; combine before update, or use a handle per routing")
-        if given.tokens is not self._views.get((slot, 0, self._dtype)):
-            check_tensor("inputs.tokens", given.tokens, (None, group.config.hidden), (self._dtype,), device)
-            self._check_place("inputs.tokens", given.tokens, slot, 0)
-        if backward:
-            if grads is None:
-                raise ValueError("topk_weights must be given to a backward combine (inputs.topk_weights or topk_weights=)")
-            if outputs is None:
-                raise ValueError("outputs must be given to a backward combine (a CombineOutputs, maybe empty): its topk_weights get the gradients")
-            check_tensor("inputs.topk_weights", grads, (None, self.num_topk) if self._flat else (None,), (torch.float32,), device)
-            self._check_place("inputs.topk_weights", grads, slot, group.map.slot_weights)
-            if grads.shape[0] != given.tokens.shape[0]:
-                raise refused(ValueError(f"inputs.topk_weights must have as many rows as inputs.tokens, {given.tokens.shape[0]}, got "
-                                         f"{grads.shape[0]}"), Refusal.SHAPE)
-            if made.topk_weights is not None:
-                check_tensor("outputs.topk_weights", made.topk_weights, (self._num_tokens, self.num_topk), (torch.float32,), device, aligned=False)
-        else:
-            _without("a forward combine", ("inputs.topk_weights", grads))
-        if made.tokens is not None:
-            if not seen.same("combined", made.tokens) or made.tokens.shape[0] != self._num_tokens:
-                check_tensor("outputs.tokens", made.tokens, (self._num_tokens, group.config.hidden), (self._dtype,), device)
-                seen.passed("combined", made.tokens)
-            self._check_outside("outputs.tokens", made.tokens)
-
     def complete(self, config: Any = None) -> None:
         """Nothing to do: high-throughput operations always complete (``send_only`` is ignored)."""
         self._check_open("complete")
@@ -448,32 +305,6 @@ class HTHandle:
         self.close()
 
     # ---- slots -------------------------------------------------------------------------------------------------------
-    def rows(self, slot: int) -> torch.Tensor:
-        """Rows of a slot, ``[recv_rows, hidden]``, the same tensor object unless something wrote a graph into it."""
-        return self._view(slot, 0, self._dtype, self.group.config.hidden)
-
-    def slot_idx(self, slot: int) -> torch.Tensor:
-        """Received ids of a slot, ``[recv_rows, K]`` int64 (FLAT)."""
-        import torch
-
-        return self._view(slot, self.group.map.slot_idx, torch.int64, self.num_topk)
-
-    def slot_weights(self, slot: int) -> torch.Tensor:
-        """Received weights of a slot, ``[recv_rows, K]`` (FLAT) or ``[recv_rows]`` float32."""
-        import torch
-
-        return self._view(slot, self.group.map.slot_weights, torch.float32, self.num_topk if self._flat else 0)
-
-    def _view(self, slot: int, offset: int, dtype: Any, width: int) -> torch.Tensor:
-        """``[recv_rows, width]``, or ``[recv_rows]`` for width 0, of `dtype` at `offset` of a slot."""
-        key = (slot, offset, dtype) if width == self.group.config.hidden or offset else (slot, offset, dtype, width)
-        view = self._views.get(key)
-        if view is None or view.requires_grad:
-            rows = self.group.map.recv_rows
-            begin = self.group.map.slot(slot) + offset
-            flat = self.group.window.memory[begin: begin + rows * max(width, 1) * dtype.itemsize].view(dtype)
-            view = self._views[key] = flat.view(rows, width) if width else flat
-        return view
 
     def _take_slot(self, backward: bool) -> int:
         """A slot for a new dispatch, by the same rule on every rank: the direction's own if it still has one, else a free one, in the end that of the
@@ -501,57 +332,6 @@ class HTHandle:
         group.comm.run_local(self._kernel("ht_copy"), values, group.num_blocks, "ht_copy", (source, target))
 
     # ---- inside ------------------------------------------------------------------------------------------------------
-    def _check_open(self, what: str) -> None:
-        self._check_group(what)
-        if self._closed:
-            raise refused(EpClosedError(f"cannot {what}: the handle is closed"), Refusal.CLOSED)
-
-    def _check_group(self, what: str) -> None:
-        if self.group._closed:
-            raise EpClosedError(f"cannot {what}: the group is closed")
-
-    def _check_updated(self, what: str) -> None:
-        if self._num_tokens < 0:
-            raise EpStaleError(f"{what} needs an update before it: topk_idx was never given to create_handle or update, or the update was refused")
-
-    def _check_outside(self, name: str, tensor: torch.Tensor) -> None:
-        """Refuse tensors in a window, where peers read and write."""
-        for window in (self.group.window, *self.group.user_windows):
-            if tensor.numel() and -tensor.nbytes < tensor.data_ptr() - window.address < window.num_bytes:
-                raise refused(ValueError(f"{name} must not lie in a window, where other ranks read and write meanwhile; give a tensor of your own"),
-                              Refusal.MEMORY)
-
-    def _place(self, name: str, rows: torch.Tensor | None, slot: int, whole: bool) -> int:
-        """Number of the user window (`Group.create_window`) that begins with `rows`, or -1: they are in the slot, or copied from or to it."""
-        group, mode = self.group, self.group.config.zero_copy
-        if rows is None or rows.data_ptr() == self.rows(slot).data_ptr():
-            return -1
-        index = next((i for i, w in enumerate(group.user_windows) if 0 <= rows.data_ptr() - w.address < w.num_bytes), -1)
-        if index >= 0:
-            window, needed = group.user_windows[index], group.map.recv_rows * group.config.row_bytes
-            if rows.data_ptr() != window.address:
-                at = rows.data_ptr() - window.address
-                raise refused(ValueError(f"{name} must begin with the first byte of its window, got byte {at} of window {index}; create a window for "
-                                         "each tensor"), Refusal.MEMORY)
-            if whole and window.num_bytes < needed:
-                raise refused(ValueError(f"{name} must lie in a window of at least {needed} bytes, for the {group.map.recv_rows} rows this rank may "
-                                         f"receive, got window {index} of {window.num_bytes}"), Refusal.MEMORY)
-        if mode is ZeroCopyMode.ON and (index < 0 or not whole):
-            raise refused(ValueError(f"{name} must be left out or lie in a window of Group.create_window, since zero_copy is ON; got "
-                                     f"{'rows of a recipe' if index >= 0 else 'a plain tensor'}, which would be copied"), Refusal.MEMORY)
-        return index if whole and mode is not ZeroCopyMode.OFF else -1
-
-    def _check_place(self, name: str, rows: torch.Tensor, slot: int, offset: int) -> None:
-        """Refuse rows that lie in the window, but not in their place in this handle's slot."""
-        plan, at = self.group.map, rows.data_ptr() - self.group.window.address
-        if rows.numel() and 0 <= at < self.group.window.num_bytes and at != plan.slot(slot) + offset:
-            held = (at - plan.slots) // plan.slot_bytes
-            raise stale(f"{name} lies in slot {held} of the window, but this handle's last dispatch filled slot {slot}")
-
-    def _new(self, shape: Sequence[int], dtype: Any) -> torch.Tensor:
-        import torch
-
-        return torch.empty(shape, dtype=dtype, device=self.group.comm.device)
 
     def _kernel(self, name: str, wire: Wire | None = None) -> Kernel:
         idx_bytes = self._idx_bytes if name in ("ht_count", "ht_prepare") else 8
@@ -615,16 +395,3 @@ class _Refusing:
                     self.handle.group.refuse(refusal_of(error))
             except EpRefusedError:   # another rank refuses the same call; my own error says more
                 pass
-
-
-def _known_layout(layout: Layout) -> Layout:
-    layout = _member("layout", Layout, layout)
-    if layout not in (Layout.FLAT, Layout.EXPERT_MAJOR):
-        raise ValueError(f"layout must be FLAT or EXPERT_MAJOR for a HIGH_THROUGHPUT group, got {layout.name}")
-    return layout
-
-
-def _without(what: str, *unwanted: tuple[str, Any]) -> None:
-    for name, value in unwanted:
-        if value is not None:
-            raise ValueError(f"{name} must be left out of {what}, got {type(value).__name__}")
