@@ -123,6 +123,9 @@ class Masking:
         Counted are the time from a rank's own arrival at an operation until that of the other, and from the end of its own rows until the
         end of the other's; of the simulator, steps of its scheduler.
 
+        Groups without ``enable_mask`` do not count, since their waits are the shortest path of every operation: counting would read a clock each time
+        a rank arrives and carry one more operand through all of them. Their timelines (``GroupConfig(trace=True)``) show how long blocks wait.
+
         Args:
             reset: start again from zero afterwards.
         """

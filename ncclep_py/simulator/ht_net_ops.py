@@ -9,7 +9,8 @@ import numpy as np
 
 from ncclep_py.errors import SPREADS, Code, Phase, Status
 from ncclep_py.simulator.call import Access, Call
-from ncclep_py.simulator.ht_ops import NEAR, ONE, _array, _hits, _part, _row, _Sizes, _table
+from ncclep_py.simulator.ht_ops import NEAR, ONE, _array, _hits, _part, _Sizes
+from ncclep_py.simulator.ht_row_ops import _row, _table
 from ncclep_py.simulator.network import Network
 from ncclep_py.simulator.rows import fma, pack, unpack
 from ncclep_py.simulator.task import Task

@@ -15,6 +15,7 @@ from ncclep_py.kernels.ops import NET_OPS, OPS, Vocabulary
 from ncclep_py.simulator import (
     ht_net_ops,
     ht_ops,
+    ht_row_ops,
     ll_net_ops,
     mask_clean_ops,
     mask_ops,
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["MODULES", "vocabulary"]
 
 Implementation = Callable[..., int]
-MODULES = (routing_ops, rank_ops, recipe_ops, staged_ops, ht_ops, mask_clean_ops, mask_ops, mask_row_ops, trace_ops, ll_net_ops, ht_net_ops)
+MODULES = (routing_ops, rank_ops, recipe_ops, staged_ops, ht_ops, ht_row_ops, mask_clean_ops, mask_ops, mask_row_ops, trace_ops, ll_net_ops,
+           ht_net_ops)
 """Where operations are, besides this file."""
 
 
