@@ -88,9 +88,6 @@ class Group(Masking):
         answers = comm.exchange([config.agreed_fields(), mine, [*comm.gpu(), blocks]])
         _compare([dict(fields) for fields, _, _ in answers])
         config.check_ranks(comm.num_ranks)
-        if comm.topology.num_teams > 1 and config.algorithm is not Algorithm.HIGH_THROUGHPUT and comm.backend == "nccl":
-            raise NotImplementedError(f"{config.algorithm.name} groups on nccl serve ranks of one team (NVLink domain); these {comm.num_ranks} form "
-                                      f"{comm.topology.num_teams} teams of {comm.team_size}")
         places = [(gpu, multiprocessors, wanted) for _, _, (gpu, multiprocessors, wanted) in answers]
         mine = mine or shared_problem(comm.rank, places)
         if mine:

@@ -29,7 +29,6 @@ from ncclep_py.communicator import (
 from ncclep_py.compiled import KernelSpec
 from ncclep_py.errors import EpClosedError, EpPeerError, EpRefusedError
 from ncclep_py.fused import FusedKernel, FusedStream
-from ncclep_py.kernels.net_kernels import NET_KERNELS
 from ncclep_py.kernels.shape import KernelShape
 from ncclep_py.network import DeviceCommunicator, refuse
 from ncclep_py.rank_thread import RankThread
@@ -477,7 +476,7 @@ class _SimRank(Communicator):
     def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None) -> Kernel:
         from ncclep_py import launch
 
-        return _SimKernel((launch.KERNELS | NET_KERNELS)[name][0](shape, self.world.simulator.vocabulary))
+        return _SimKernel(launch.KERNELS[name][0](shape, self.world.simulator.vocabulary))
 
     def tracer(self, num_blocks: int) -> Tracer:
         from ncclep_py.tracing import SimulatedTracer

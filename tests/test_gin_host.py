@@ -92,11 +92,12 @@ def test_teams_that_are_refused(rank, change, says):
         team_size_of(rank, gin(**change), NOTHING, 23203)
 
 
-@pytest.mark.parametrize("algorithm", list(Algorithm))
-def test_groups_of_several_teams_are_refused_while_they_are_not_built(algorithm):
+@pytest.mark.parametrize(("algorithm", "kernel"), [(Algorithm.LOW_LATENCY, "ll_net_combine"), (Algorithm.HIGH_THROUGHPUT, "ht_net_combine")])
+def test_groups_of_several_teams_ask_for_network_kernels(algorithm, kernel):
     config = GroupConfig(num_experts=8, max_dispatch_tokens_per_rank=4, hidden=256, num_topk=2, algorithm=algorithm)
-    with pytest.raises(NotImplementedError, match="these 4 form 2 teams of 2"):
-        Group.create(RecordingCommunicator(Topology(4, 2), 8), config)
+    comm = RecordingCommunicator(Topology(4, 2), 8)
+    Group.create(comm, config)
+    assert kernel in {spec.name for spec in comm.specs}
 
 
 def test_needs_that_are_refused():

@@ -92,7 +92,7 @@ MUTANTS = {
     "ll_net_wait_counts": ("code = __syncthreads_or(code)", "code = code"),
     "ll_net_place_rows": ("  __syncthreads();\n", ""),
     "ll_net_send_row": (RELEASE, ""),
-    "ll_net_put_tags": (RELEASE, ""),
+    "ll_net_put_tags": ("gin_signal_value(comm, 0, 2 * peer) > u64(count)", "count >= 0"),
     "ll_net_wait_data": ("load_relaxed_sys(peer_at(window, tags", "*(const u64*)(peer_at(window, tags"),
     "ll_net_take_row": ("*(const u64*)message", "__ldg((const u64*)message)"),
     "ll_net_return_rows": (RELEASE, ""),
