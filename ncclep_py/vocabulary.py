@@ -8,11 +8,12 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from ncclep_py.kernels.ops import OPS, PARAMETERS
+from ncclep_py.kernels.ops import NET_OPS, OPS, PARAMETERS
 
 __all__ = ["add_arguments", "cuda_source", "main", "page", "simulator_source"]
 
 KERNELS = Path(__file__).parent / "kernels"
+EVERY = OPS | NET_OPS
 
 HEAD = """# Vocabulary of the kernels
 
@@ -50,7 +51,7 @@ def simulator_source(name: str) -> str:
 def page(names: Iterable[str] | None = None, sources: bool = False) -> str:
     """Markdown about the operations named, all if None; `sources`: with both implementations."""
     parts = [HEAD]
-    for op in (OPS[name] for name in names or OPS):
+    for op in (EVERY[name] for name in names or EVERY):
         fails = " Returns a code that is not 0 if it gives up." if op.may_fail else ""
         parts.append(f"## {op.name}({', '.join(op.parameters)})\n\n{op.doc}{fails}\n\n* scope: {op.scope}\n"
                      f"* effects: {'; '.join(f'`{effect}`' for effect in op.effects) or 'no memory'}\n"
@@ -68,9 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Print the page; 2 if an operation is unknown."""
-    unknown = [name for name in options.names if name not in OPS]
+    unknown = [name for name in options.names if name not in EVERY]
     if unknown:
-        print(f"no operation is called {', '.join(unknown)}; there are: {', '.join(OPS)}", file=sys.stderr)  # noqa: T201
+        print(f"no operation is called {', '.join(unknown)}; there are: {', '.join(EVERY)}", file=sys.stderr)  # noqa: T201
         return 2
     print(page(options.names or None, options.source or bool(options.names)))  # noqa: T201
     return 0

@@ -1,15 +1,17 @@
-"""LOW_LATENCY kernels over several teams, compiled and linked with NCCL's device library, on any machine that has it."""
+"""LOW_LATENCY kernels over several teams, compiled and linked with NCCL's device library, on any machine that has it; types of all over teams."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
-from test_compile import cache  # noqa: F401  (fixture)
+from test_compile import cache, others, typed  # noqa: F401  (fixtures)
 from test_net_ptx import pytestmark  # noqa: F401  (skipped without the library)
 
 from ncclep_py import launch, toolchain
-from ncclep_py.config import GroupConfig
+from ncclep_py.config import Algorithm, GroupConfig, Layout
+from ncclep_py.kernels.ht_net_shape import HTNetShape
 from ncclep_py.kernels.ll_net_shape import LLNetShape
 from ncclep_py.kernels.shape import KernelShape
 
@@ -33,3 +35,18 @@ def test_rows_move_in_16_byte_vectors():
         loads, stores = re.findall(r"\bld\.global\S*\.v4\.u32", bodies[name]), re.findall(r"\bst\.global\S*\.v4\.u32", bodies[name])
         assert len(loads) >= 4 and len(stores) >= 2
         assert ("ld.global.nc.L1" in bodies[name]) == (name in ("ll_net_send_row", "ll_net_scatter_row"))   # staging and slots are written meanwhile
+
+
+SHAPES = {name: LLNetShape.over(KernelShape.build(CONFIG, 8, 8, 8), CONFIG, 4) for name in ("ll_net_dispatch", "ll_net_combine")}
+INTEGERS = re.compile(r"Tuple\((int64|Literal\[int\]\(\d+\))(, (int64|Literal\[int\]\(\d+\)))*\)")   # several assigned in a line
+HT = dataclasses.replace(CONFIG, algorithm=Algorithm.HIGH_THROUGHPUT)
+SHAPES |= {name: HTNetShape.over_teams(HT, 8, 4, 8, 8, Layout.EXPERT_MAJOR, 128, 16)
+           for name in ("ht_net_prepare", "ht_net_dispatch", "ht_net_combine")}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernel_has_int64_only(name, typed):  # noqa: F811
+    factory, parameters = launch.KERNELS[name]
+    toolchain.kernel_ltoir(factory, SHAPES[name], parameters, "sm_90", teams=True)
+    assert len(typed[0][0]) > len(parameters)
+    assert {t for t in others(typed) if not INTEGERS.fullmatch(t)} == set()
