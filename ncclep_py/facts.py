@@ -57,7 +57,7 @@ TOOLKIT = {"nvrtc": "nvrtcVersion", "nvJitLink": "nvJitLinkVersion", "nvvm": "nv
 """Library of the CUDA toolkit -> function that tells its version."""
 
 ENVIRONMENT = ("NCCL_HOME", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_LSA_TEAM_SIZE", "NCCL_CUMEM_ENABLE", "CUDA_HOME", "CUDA_PATH",
-               "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD")
+               "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD", "NCCLEP_CACHE_DIR", "NCCLEP_CACHE_MB", "NCCLEP_COMPILER")
 LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 DRIVER_ATTRIBUTES = {"sms": 16, "major": 75, "minor": 76}
 """CUdevice_attribute numbers."""

@@ -187,7 +187,7 @@ CLEAN_MUTANTS = {
 def test_nothing_changed_is_green(program: type[MaskedProgram]) -> None:
     dispatch = DISPATCH if program is MaskedProgram else RANK_MAJOR
     same = {"make_dispatch": mutant(dispatch), "make_combine": mutant(COMBINE), "make_clean": mutant(CLEAN), "program": program}
-    assert first_red(60, **same) is None and first_red(30, late_writer, **same) is None
+    assert first_red(45, **same) is None and first_red(20, late_writer, **same) is None
 
 
 @pytest.mark.parametrize("name", DISPATCH_MUTANTS)
