@@ -17,6 +17,7 @@ from ncclep_py.errors import Code, EpClosedError, EpError, EpMaskedError, EpRefu
 from ncclep_py.grid import default_blocks, own_problem, shared_problem
 from ncclep_py.masking import Masking
 from ncclep_py.memory_map import FLIGHT_NEXT, RECORD_FIELDS, WORD, LocalMap, WindowMap, align
+from ncclep_py.own_kernels import OwnKernels
 from ncclep_py.refusal import SENTENCES
 from ncclep_py.signature import OpKind, Signature
 
@@ -35,7 +36,7 @@ MAX_PLACES = 64
 """Payload slots and user windows an operation can name (`signature.Signature.slot`)."""
 
 
-class Group(Masking):
+class Group(Masking, OwnKernels):
     """Expert-parallel operations over the ranks of one communicator. Make one with `Group.create`.
 
     Attributes:
@@ -56,6 +57,9 @@ class Group(Masking):
         self._record_words = self._record.numpy()
         self._notice_words = self._record_words[len(RECORD_FIELDS):]   # the async error
         self._kernels: dict[tuple[str, int, int, Layout, Wire | None], Kernel] = {}
+        self.own: dict[str, str] = {}              # kernels of the caller's in the place of ours, both as names of `compiled.KERNELS`
+        self.own_loaded: dict[Any, Kernel] = {}    # kernels of the caller's beside ours
+        self.kernel_changes = 0
         self._handle_ids = itertools.count(1)
         self.slot_owner: list[int] = [0] * config.num_slots   # handle id, 0: free
         self.slot_combined: list[bool] = [False] * config.num_slots
@@ -65,7 +69,7 @@ class Group(Masking):
         self.user_windows: list[SymmetricWindow] = []
         self._closed = False
         self.start_at(FIRST_EPOCH)
-        self._meeting()   # loaded now: close() needs it, and graph capture may
+        self._meets = self._meeting()   # loaded now: close() needs it, and graph capture may
         comm.barrier()
         self._warn = weakref.finalize(self, _warn_open, self._window)
 
@@ -141,18 +145,39 @@ class Group(Masking):
         """Internal: the kernel for K, id type, layout and what is sent of a row, loaded on first use; refused under capture."""
         key = (name, num_topk, idx_bytes, layout, wire)
         if key not in self._kernels:
-            from ncclep_py import launch
-            from ncclep_py.kernels.shape import PLAIN, KernelShape
-
             if self.comm.capturing():
                 raise EpError(f"{name} for {num_topk} experts per token and {idx_bytes}-byte ids is not loaded, and loading is impossible during "
                               "graph capture: create the handle (or call it once) with these before capturing")
-            name = self.kernel_name(name)
-            shape = self.make_shape(name, KernelShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout, wire or PLAIN))
-            shared = launch.shared_bytes(shape, self.config.max_dispatch_tokens_per_rank, self.num_blocks, BLOCK_THREADS // 32,
-                                         self.comm.max_shared_bytes())
-            self._kernels[key] = self.comm.kernel(name, shape, shared, self.num_blocks, self.tracer)
+            self._kernels[key] = self.loaded(key)
         return self._kernels[key]
+
+    def runs(self, key: Any) -> str:
+        """Internal: name of the kernel of ours that stands behind a key of the loaded ones."""
+        return self.kernel_name(key[0])
+
+    def shape_of(self, key: Any) -> Any:
+        """Internal: constants of the kernel behind a key."""
+        from ncclep_py.kernels.shape import PLAIN, KernelShape
+
+        name, num_topk, idx_bytes, layout, wire = key
+        shape = KernelShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout, wire or PLAIN)
+        return self.make_shape(self.kernel_name(name) if name else "", shape)
+
+    def loaded(self, key: Any) -> Kernel:
+        """Internal: the kernel behind a key, loaded now."""
+        shape, name = self.shape_of(key), self.runs(key)
+        return self.comm.kernel(self.own.get(name) or name, shape, self.shared_bytes(name, shape), self.num_blocks, self.tracer)
+
+    def own_shape(self, layout: Layout) -> Any:
+        """Internal: constants of a kernel of the caller's."""
+        return self.shape_of(("", self.config.num_topk, 8, layout or Layout.EXPERT_MAJOR, None))
+
+    def shared_bytes(self, name: str, shape: Any) -> int:
+        """Internal: bytes of dynamic shared memory of a block of kernel `name`."""
+        from ncclep_py import launch
+
+        return launch.shared_bytes(shape, self.config.max_dispatch_tokens_per_rank, self.num_blocks, BLOCK_THREADS // 32,
+                                   self.comm.max_shared_bytes())
 
     # ---- operations --------------------------------------------------------------------------------------------------
     def signature(self, kind: OpKind, layout: int, slot: int, num_topk: int, global_ids: bool = False, sent: Sent | None = None,
@@ -206,7 +231,7 @@ class Group(Masking):
         return self.kernel("ll_combine", self.config.num_topk, 8)
 
     def _meet(self, kind: OpKind, status: int) -> None:
-        kernel = self._meeting()
+        kernel = self._meets
         local, record = self.addresses()
         header = local + self.local_map.header(self.config.num_slots)
         signature = self.signature(kind, 0, 0, self.config.num_topk)

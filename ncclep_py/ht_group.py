@@ -54,14 +54,24 @@ class HTGroup(Group):
             if self.comm.capturing():
                 raise EpError(f"{name} for {num_topk} experts per token and {idx_bytes}-byte ids is not loaded, and loading is impossible during "
                               "graph capture: create the handle (or call it once) with these before capturing")
-            shape = self.ht_shape(name, num_topk, idx_bytes, layout, alignment, wire)
-            shared = shape.shared_bytes if name in ("ht_count", "ht_prepare") else 0
-            self._kernels[key] = self.comm.kernel(self.kernel_name(name), shape, shared, self.num_blocks, self.tracer)   # type: ignore[arg-type]
+            self._kernels[key] = self.loaded(key)
         return self._kernels[key]
 
     def ht_shape(self, name: str, num_topk: int, idx_bytes: int, layout: Layout, alignment: int, wire: Wire) -> HTShape:
         """Internal: constants of the kernel `name`."""
         return HTShape.build(self.config, self.num_ranks, num_topk, idx_bytes, layout, alignment, self.num_blocks, wire)
+
+    def shape_of(self, key: Any) -> HTShape:
+        """Internal: constants of the kernel behind a key of the loaded ones."""
+        return self.ht_shape(*key)
+
+    def own_shape(self, layout: Layout) -> HTShape:
+        """Internal: constants of a kernel of the caller's."""
+        return self.ht_shape("ht_dispatch", self.config.num_topk, 8, layout or Layout.FLAT, 1, PLAIN)
+
+    def shared_bytes(self, name: str, shape: HTShape) -> int:
+        """Internal: bytes of dynamic shared memory of a block of kernel `name`."""
+        return shape.shared_bytes if name in ("ht_count", "ht_prepare", "ht_net_prepare", "") else 0
 
     def maps_memory(self, plan: HTMaps, num_topk: int) -> tuple[int, list[tuple[str, int, int]]]:
         """Internal: bytes and regions of a handle's maps."""
@@ -75,7 +85,7 @@ class HTGroup(Group):
         return self.ht_kernel("ht_combine", self.config.num_topk, 8, Layout.FLAT, 1)
 
     def _meet(self, kind: OpKind, status: int) -> None:
-        config, kernel = self.config, self._meeting()
+        config, kernel = self.config, self._meets
         local, record = self.addresses()
         nothing = local + self.local_map.header(config.num_slots)   # the header of no slot and of no maps
         signature = Signature(kind, 0, config.token_type, 0, 0, config.num_topk, config.row_bytes // 16).pack()

@@ -93,7 +93,7 @@ class HTHandle(HTHandleChecks):
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}
         self._values: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...], int]] = {}
         self._dtype = group.config.token_type.torch_dtype()
-        self._loaded: dict[tuple[str, int], Kernel] = {}
+        self._loaded: dict[tuple[str, int, int], Kernel] = {}
         self._own = self.layout_info = self._own_counts()
         for name in ("ht_count", "ht_prepare", "ht_dispatch", "ht_combine", "ht_copy"):
             self._kernel(name)
@@ -337,9 +337,10 @@ class HTHandle(HTHandleChecks):
         idx_bytes = self._idx_bytes if name in ("ht_count", "ht_prepare") else 8
         if wire is not None:
             return self.group.ht_kernel(name, self.num_topk, idx_bytes, self.layout, self._alignment, wire)
-        found = self._loaded.get((name, idx_bytes))
+        changes = self.group.kernel_changes
+        found = self._loaded.get((name, idx_bytes, changes))
         if found is None:
-            found = self._loaded[name, idx_bytes] = self.group.ht_kernel(name, self.num_topk, idx_bytes, self.layout, self._alignment)
+            found = self._loaded[name, idx_bytes, changes] = self.group.ht_kernel(name, self.num_topk, idx_bytes, self.layout, self._alignment)
         return found
 
     def _signature(self, name: str, slot: int, backward: bool, global_ids: int, sent: Sent | None) -> int:

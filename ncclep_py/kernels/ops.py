@@ -15,6 +15,8 @@ touch. The simulator performs them in this order with this strength; ``tests/tes
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from typing import Any
 
 from ncclep_py.kernels.ht_net_vocabulary import HT_NET_OPERATIONS, HT_NET_PARAMETERS
 from ncclep_py.kernels.ht_vocabulary import HT_OPERATIONS, HT_PARAMETERS
@@ -257,3 +259,8 @@ class Vocabulary:
         if missing or unknown:
             raise ValueError(f"a vocabulary needs every operation of kernels.ops: missing {missing}, unknown {unknown}")
         self.__dict__.update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        """Only for what is not there."""
+        close = difflib.get_close_matches(name, OPS, 1)
+        raise AttributeError(f"no operation is called {name}{f'; did you mean {close[0]}?' if close else ''} (python -m ncclep_py vocabulary lists them)")
