@@ -19,6 +19,7 @@ _HOME = {
     "doctor": ("show_versions",),
     "autograd": ("Received", "ep_combine", "ep_dispatch"),
     "elastic": ("ElasticBuffer",),
+    "own_kernels": ("register_kernel",),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 

@@ -1,7 +1,7 @@
 """Kernels of your own: in the place of one of ours in a group (`OwnKernels.use_kernel`), or beside them (`OwnKernels.run_kernel`).
 
-A kernel comes from a *factory*, ``make_mine(shape, ops)``: `shape` holds its constants (``kernels.shape.KernelShape``, HT ``kernels.ht_shape.HTShape``),
-`ops` the operations (``python -m ncclep_py vocabulary``), which it unpacks to local names before the kernel uses them. The same factory runs in the
+A kernel comes from a *factory*, ``make_mine(shape, ops)``: `shape` holds its constants (``kernels.shape.KernelShape``, HT
+``kernels.ht_shape.HTShape``), `ops` the operations (``python -m ncclep_py vocabulary``), which it unpacks to local names before the kernel uses them. The same factory runs in the
 simulator and, compiled, on a GPU. To change a kernel, define the factory anew (a notebook's cell, ``importlib.reload``) and give it again; or name it
 as ``"file.py:make_mine"``, which is read anew each time. Nothing has to be restarted: code is compiled anew when the factory, its file, or a global,
 default or closure variable that it uses has changed.
@@ -112,7 +112,8 @@ def check_factory(factory: Factory, shape: Any, parameters: tuple[str, ...] | No
     """Names of the parameters of the kernel that `factory` makes for `shape`.
 
     Raises:
-        TypeError, ValueError: it makes no kernel, uses an operation that does not exist, or the kernel does not take `parameters`, those of kernel `of`.
+        TypeError, ValueError: it makes no kernel, or one that does not take `parameters`, those of kernel `of`.
+        AttributeError: it uses an operation that does not exist.
     """
     called = name_of(factory)
     try:
@@ -173,15 +174,15 @@ class OwnKernels:
         """From now on operations of this group run `factory`'s kernel in the place of `name`. Collective and blocking; not during graph capture.
 
         Kernels of that name that the group has loaded are replaced at once, so what does not compile is said here; graphs captured before keep the
-        kernels they were captured with. ``close()`` goes on using ours; a call that is refused runs the kernel of that call with its refusal in `status`.
+        kernels they were captured with. ``close()`` goes on using ours; a refused call runs the kernel of that call, with the refusal in `status`.
 
         Args:
             name: a kernel the group runs: ``ll_dispatch``, ``ll_combine``, ``ht_dispatch``, .. (``compiled.KERNELS``).
             factory: ``make(shape, ops)``, the same on all ranks; ``"file.py:make"`` reads the file as it is now; None: ours again.
 
         Raises:
-            TypeError, ValueError: the factory is none, its kernel takes other parameters than `name`'s, or uses an unknown operation; or ranks gave
-                different factories.
+            TypeError, ValueError, AttributeError: the factory is none, its kernel takes other parameters than `name`'s, or uses an unknown operation;
+                or ranks gave different factories.
             RuntimeError: it does not compile. The group goes on with what it had.
             EpRefusedError: another rank raised one of these.
         """
@@ -232,8 +233,8 @@ class OwnKernels:
     def run_kernel(self, factory: Factory | str, *, layout: Layout = Layout.UNSET, blocks: int = 0, **values: Any) -> None:
         """Run a kernel of your own once on all ranks, in stream order. Collective; not during graph capture, unless it ran before.
 
-        It is no operation of the group: whatever epochs, words and slots it uses are its own business, so mix it with operations only if you know what
-        they leave behind (``memory_map``).
+        It is no operation of the group: whatever epochs, words and slots it uses are its own business, so mix it with operations only if you
+        know what they leave behind (``memory_map``).
 
         Args:
             factory: ``make(shape, ops)``, or ``"file.py:make"``. `shape` is that of the group's ``num_topk`` and 8-byte ids.
@@ -280,5 +281,6 @@ def _differing(name: str, told: list[list[str]], rank: int) -> Exception | None:
         if problem and r != rank:
             return EpRefusedError(f"rank {r} refused use_kernel({name!r}): {problem}")
     if len({digest for digest, _ in told}) > 1:
-        return ValueError(f"factory must be the same on all ranks for {name}, got " + ", ".join(f"rank {r} {d or 'ours'}" for r, (d, _) in enumerate(told)))
+        given = ", ".join(f"rank {r} {digest or 'ours'}" for r, (digest, _) in enumerate(told))
+        return ValueError(f"factory must be the same on all ranks for {name}, got {given}")
     return None

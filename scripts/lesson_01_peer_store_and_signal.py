@@ -24,6 +24,7 @@ import torch
 from ncclep_py import Group, GroupConfig, LocalWorld, launch
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.own_kernels import register_kernel
 
 PARAMETERS = ("window", "rank", "local", "record", "mine", "to_expert", "table", "from_row", "one", "out", "timeout")
 
@@ -82,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("sim", "nccl"), default="sim")
     backend = parser.parse_args().backend
-    launch.KERNELS["message"] = (make_message, PARAMETERS)
+    register_kernel("message", make_message, PARAMETERS)
     with LocalWorld(2, backend, blocks=1) as world:
         results = world.run(program)
     for rank, (row, signals) in enumerate(results):

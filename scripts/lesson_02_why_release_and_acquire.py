@@ -26,8 +26,9 @@ import textwrap
 
 import lesson_01_peer_store_and_signal as lesson_01
 
-from ncclep_py import LocalWorld, launch
+from ncclep_py import LocalWorld
 from ncclep_py.kernels.ops import OPS
+from ncclep_py.own_kernels import register_kernel
 from ncclep_py.simulator import RaceError
 from ncclep_py.simulator.ops import vocabulary
 
@@ -58,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("sim", "nccl"), default="sim")
     backend = parser.parse_args().backend
-    launch.KERNELS["message"] = (lesson_01.make_message, lesson_01.PARAMETERS)
+    register_kernel("message", lesson_01.make_message, lesson_01.PARAMETERS)
     for name, effects in RIGHT.items():
         print(f"{name}: {'; '.join(effects)}")
     races = {}

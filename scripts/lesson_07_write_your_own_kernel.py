@@ -6,11 +6,13 @@ A kernel is an ordinary Python function over the operations of `ncclep_py/kernel
 of the compiled kernel) and the vocabulary, and returns the kernel. The vocabulary is either the simulator's or CUDA's, so the same text
 runs in both. To register it is one line:
 
-    launch.KERNELS["name"] = (factory, names_of_its_parameters)
+    register_kernel("name", factory, names_of_its_parameters)
 
-Under a new name it is a new kernel. Under the name of one of ours, say "ll_combine", it takes its place in every group made afterwards.
-On a GPU a kernel is compiled anew when its factory, or the file it stands in, has changed. What a kernel may hold: 64-bit integers, `if`,
-`while` and calls of operations; all 32 lanes of a warp go the same way. Operations of scope `block` must be called by all its warps.
+Under a new name it is a new kernel. In a group that runs, `group.use_kernel("ll_combine", factory)` puts it in the place of ours at once, and
+`group.run_kernel(factory, ...)` runs it beside ours. It is compiled anew when the factory, its file or a global it uses has changed.
+
+A kernel holds 64-bit integers, `if`, `while` and calls of operations; all 32 lanes of a warp go the same way. Operations of scope `block` must be
+called by all warps of a block.
 
 Here: a *barrier* between ranks, which is a HEAD word to everybody and a wait for theirs. Version 1 has a classic fault: only one warp waits, so
 the others end the kernel before the ranks have met. On a GPU this would hang or pass, as luck has it; the simulator says what is wrong.
@@ -28,6 +30,7 @@ from typing import Any
 from ncclep_py import GroupConfig, LocalWorld, launch
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.own_kernels import register_kernel
 from ncclep_py.simulator import SimulationError
 
 RANKS, ROUNDS = 4, 3
@@ -80,7 +83,7 @@ def program(comm: Any) -> int:
 def edit_and_run(factory: Callable[..., Callable[..., None]], backend: str) -> list[int]:
     """What you do in a notebook: register the new version, run it, look."""
     started = time.perf_counter()
-    launch.KERNELS["ranks_meet"] = (factory, PARAMETERS)
+    register_kernel("ranks_meet", factory, PARAMETERS)
     with LocalWorld(RANKS, backend, blocks=1) as world:
         codes = world.run(program)
     print(f"   {factory.__name__} on {world.backend}: codes of the ranks {codes}, {time.perf_counter() - started:.2f} s from edit to result")

@@ -263,4 +263,5 @@ class Vocabulary:
     def __getattr__(self, name: str) -> Any:
         """Only for what is not there."""
         close = difflib.get_close_matches(name, OPS, 1)
-        raise AttributeError(f"no operation is called {name}{f'; did you mean {close[0]}?' if close else ''} (python -m ncclep_py vocabulary lists them)")
+        like = f"; did you mean {close[0]}?" if close else ""
+        raise AttributeError(f"no operation is called {name}{like} (python -m ncclep_py vocabulary lists them)")
