@@ -1,10 +1,10 @@
 """Kernels of your own: in the place of one of ours in a group (`OwnKernels.use_kernel`), or beside them (`OwnKernels.run_kernel`).
 
 A kernel comes from a *factory*, ``make_mine(shape, ops)``: `shape` holds its constants (``kernels.shape.KernelShape``, HT
-``kernels.ht_shape.HTShape``), `ops` the operations (``python -m ncclep_py vocabulary``), which it unpacks to local names before the kernel uses them. The same factory runs in the
-simulator and, compiled, on a GPU. To change a kernel, define the factory anew (a notebook's cell, ``importlib.reload``) and give it again; or name it
-as ``"file.py:make_mine"``, which is read anew each time. Nothing has to be restarted: code is compiled anew when the factory, its file, or a global,
-default or closure variable that it uses has changed.
+``kernels.ht_shape.HTShape``), `ops` the operations (``python -m ncclep_py vocabulary``), which it unpacks to local names before the kernel uses them.
+The same factory runs in the simulator and, compiled, on a GPU. To change a kernel, define the factory anew (a notebook's cell, ``importlib.reload``)
+and give it again; or name it as ``"file.py:make_mine"``, which is read anew each time. Nothing has to be restarted: code is compiled anew when the
+factory, its file, or a global, default or closure variable that it uses has changed.
 """
 
 from __future__ import annotations

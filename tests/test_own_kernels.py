@@ -300,7 +300,7 @@ def edit_to_result(backend: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_edit_is_seen_within_a_second_in_the_simulator(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound leaves room for machines that do other things meanwhile; alone it is about a tenth of it."""
+    """The bound leaves room for machines that do other things meanwhile; alone it takes about 10 ms."""
     assert edit_to_result("sim", capsys, monkeypatch) < 1
 
 
