@@ -446,7 +446,10 @@ OP ep_ht_net_reduce_row(i64 rows_window, i64 slot, i64 window, i64 staged, i64 r
   bool leads = distance > 0 && __ffs(same) - 1 == lane();   // one lane for each other team
   u32 leaders = __ballot_sync(~0u, leads);
   int place = own ? __popc(own_lanes & ((1u << lane()) - 1)) : __popc(own_lanes);   // in the sum
-  for (u32 left = leaders; left; left &= left - 1) place += !own && __shfl_sync(~0u, distance, __ffs(left) - 1) < distance;
+  for (u32 left = leaders; left; left &= left - 1) {
+    int other = __shfl_sync(~0u, distance, __ffs(left) - 1);   // by all lanes
+    place += !own && other < distance;
+  }
   u64 row = own ? routed_row(rows_window, slot, route, row_bytes)
                 : leads ? peer_at(window, staged + i64(distance - 1) * team_bytes + token * row_bytes, rank) : 0;
   u64 mine = 0;
