@@ -161,7 +161,7 @@ class GroupConfig:
     Attributes:
         num_experts: experts over all ranks, a multiple of the number of ranks; expert ``e`` lives on rank ``e // (E / R)``.
         max_dispatch_tokens_per_rank: most tokens a rank feeds into one dispatch; the same on all ranks.
-        hidden: elements of a token row. ``hidden * itemsize`` must be a multiple of 16 bytes.
+        hidden: elements of a token row. ``hidden * itemsize`` must be a multiple of 16 bytes. If left out, as many as `max_token_bytes` holds.
         dtype: torch dtype of token rows: bfloat16, float16 or float32.
         num_topk: most experts per token of any handle, 1 to 32.
         algorithm: LOW_LATENCY or HIGH_THROUGHPUT.
@@ -188,7 +188,7 @@ class GroupConfig:
 
     num_experts: int
     max_dispatch_tokens_per_rank: int
-    hidden: int
+    hidden: int = AUTO
     dtype: Any = None
     num_topk: int = 8
     algorithm: Algorithm = Algorithm.LOW_LATENCY
@@ -208,6 +208,9 @@ class GroupConfig:
     def __post_init__(self) -> None:
         _whole("num_experts", self.num_experts, 1, 1 << 16)
         _whole("max_dispatch_tokens_per_rank", self.max_dispatch_tokens_per_rank, 1, 1 << 20)
+        _whole("max_token_bytes", self.max_token_bytes, 0)
+        if self.hidden == AUTO and self.max_token_bytes:
+            object.__setattr__(self, "hidden", self.max_token_bytes // self.token_type.itemsize)
         _whole("hidden", self.hidden, 1, 1 << 20)
         _whole("num_topk", self.num_topk, 1, MAX_TOPK)
         _whole("max_recv_tokens_per_rank", self.max_recv_tokens_per_rank, 0)
@@ -215,7 +218,6 @@ class GroupConfig:
         _whole("num_slots", self.num_slots, 1, 64)
         _whole("num_staging_slots", self.num_staging_slots, 0, 64)
         _whole("timeout_ns", self.timeout_ns, 0, 1 << 62)
-        _whole("max_token_bytes", self.max_token_bytes, 0)
         object.__setattr__(self, "algorithm", _member("algorithm", Algorithm, self.algorithm))
         object.__setattr__(self, "overflow_policy", _member("overflow_policy", OverflowPolicy, self.overflow_policy))
         if self.algorithm is Algorithm.HIGH_THROUGHPUT:

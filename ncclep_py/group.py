@@ -20,11 +20,13 @@ from ncclep_py.memory_map import FLIGHT_NEXT, RECORD_FIELDS, WORD, LocalMap, Win
 from ncclep_py.own_kernels import OwnKernels
 from ncclep_py.refusal import SENTENCES
 from ncclep_py.signature import OpKind, Signature
+from ncclep_py.streams import on_stream
 
 if TYPE_CHECKING:
     import torch
 
     from ncclep_py.handle import Handle
+    from ncclep_py.inputs_outputs import LayoutInfo
     from ncclep_py.kernels.shape import KernelShape, Wire
     from ncclep_py.recipes import Sent
     from ncclep_py.timeline import Event
@@ -124,8 +126,9 @@ class Group(Masking, OwnKernels):
         return shape
 
     # ---- handles ----------------------------------------------------------------------------------------------------
+    @on_stream
     def create_handle(self, layout: Layout, topk_idx: torch.Tensor | None = None, *, num_topk: int | None = None, idx_dtype: Any = None,
-                      config: HandleConfig | None = None) -> Handle:
+                      config: HandleConfig | None = None, layout_info: LayoutInfo | None = None) -> Handle:
         """A handle for `layout`; local, and not for use inside graph capture (it may compile and load kernels).
 
         Args:
@@ -135,10 +138,13 @@ class Group(Masking, OwnKernels):
             num_topk: K if `topk_idx` is not given.
             idx_dtype: torch.int32 or torch.int64 if `topk_idx` is not given.
             config: `HandleConfig`.
+            layout_info: must be left out in LOW_LATENCY, where counts come with each dispatch.
         """
         from ncclep_py.handle import Handle
 
         self._check_open("create_handle")
+        if layout_info is not None:
+            raise ValueError(f"layout_info must be left out of a LOW_LATENCY handle, got {type(layout_info).__name__}; give it to dispatch")
         return Handle(self, next(self._handle_ids), layout, topk_idx, num_topk, idx_dtype, config or HandleConfig())
 
     def kernel(self, name: str, num_topk: int, idx_bytes: int, layout: Layout = Layout.EXPERT_MAJOR, wire: Wire | None = None) -> Kernel:
@@ -337,6 +343,10 @@ class Group(Masking, OwnKernels):
                 for window in (*self.user_windows, self._window):
                     window.close()
                 self.comm.give_back(self._local, self._record)
+
+    def destroy(self) -> None:
+        """`close`, by its name in ``nccl.ep``."""
+        self.close()
 
     def __enter__(self) -> Group:
         return self

@@ -35,6 +35,7 @@ from ncclep_py.inputs_outputs import CombineInputs, CombineOutputs, DispatchInpu
 from ncclep_py.recipes import Sent
 from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind
+from ncclep_py.streams import on_stream
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +100,7 @@ class Handle(HandleChecks):
         if topk_idx is not None:
             self.update(topk_idx)
 
+    @on_stream
     def update(self, topk_idx: torch.Tensor) -> None:
         """Bind a new routing. Local, no GPU work; errors in it are raised here and, if it is dispatched nevertheless, on every rank there.
 
@@ -112,6 +114,7 @@ class Handle(HandleChecks):
         self._topk_idx, self._idx_bytes = topk_idx, topk_idx.element_size()
 
     # ---- dispatch ----------------------------------------------------------------------------------------------------
+    @on_stream
     def dispatch(self, inputs: DispatchInputs | torch.Tensor, outputs: DispatchOutputs | None = None, layout_info: LayoutInfo | None = None,
                  config: DispatchConfig | None = None, *, topk_idx: torch.Tensor | None = None,
                  topk_weights: torch.Tensor | None = None) -> DispatchOutputs:
@@ -203,6 +206,7 @@ class Handle(HandleChecks):
         return made
 
     # ---- combine -----------------------------------------------------------------------------------------------------
+    @on_stream
     def combine(self, inputs: CombineInputs | torch.Tensor, outputs: CombineOutputs | None = None, config: CombineConfig | None = None, *,
                 topk_weights: torch.Tensor | None = None) -> torch.Tensor:
         """Bring the experts' rows back and add them up. Collective, stream-ordered on the current stream.
@@ -285,6 +289,7 @@ class Handle(HandleChecks):
             raise EpError("expert_rows needs a dispatch of this handle before it, and no combine since")
         return self._rows(self._slot)
 
+    @on_stream
     def complete(self, config: Any = None) -> Any:
         """Enqueue the complete half of this handle's staged operation (``send_only``); without one, nothing happens. Stream-ordered.
 

@@ -12,6 +12,7 @@ from ncclep_py.ht_memory_map import HTMaps, HTWindowMap, ht_local_map
 from ncclep_py.kernels.ht_shape import HTShape
 from ncclep_py.kernels.shape import PLAIN, Wire
 from ncclep_py.signature import OpKind, Signature
+from ncclep_py.streams import on_stream
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,8 @@ class HTGroup(Group):
         """Internal: byte plans of the window and of the local block."""
         return HTWindowMap.build(config, num_ranks), ht_local_map(config)
 
-    def create_handle(self, layout: Layout, topk_idx: torch.Tensor | None = None, *, num_topk: int | None = None,   # type: ignore[override]
+    @on_stream
+    def create_handle(self, layout: Layout, topk_idx: torch.Tensor | None = None, *, num_topk: int | None = None,
                       idx_dtype: Any = None, config: HandleConfig | None = None, layout_info: LayoutInfo | None = None) -> HTHandle:
         """A handle for `layout`, FLAT or EXPERT_MAJOR. Without `topk_idx` local; with it collective, since it is `HTHandle.update`, too.
 

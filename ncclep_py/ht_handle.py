@@ -36,6 +36,7 @@ from ncclep_py.kernels.shape import Wire
 from ncclep_py.recipes import Sent
 from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind, Signature
+from ncclep_py.streams import on_stream
 
 if TYPE_CHECKING:
     import torch
@@ -106,6 +107,7 @@ class HTHandle(HTHandleChecks):
         return self._routing
 
     # ---- update ------------------------------------------------------------------------------------------------------
+    @on_stream
     def update(self, topk_idx: torch.Tensor, layout_info: LayoutInfo | None = None) -> None:
         """Bind a new routing: count, exchange counts, give every token its rows. Collective, stream-ordered, no host synchronisation, capturable.
 
@@ -145,6 +147,7 @@ class HTHandle(HTHandleChecks):
             self.layout_info = LayoutInfo(counters, None, ExpertIdKind.AUTO, offsets, total, unpadded)
 
     # ---- dispatch ----------------------------------------------------------------------------------------------------
+    @on_stream
     def dispatch(self, inputs: DispatchInputs | torch.Tensor, outputs: DispatchOutputs | None = None, layout_info: LayoutInfo | None = None,
                  config: DispatchConfig | None = None, *, topk_idx: torch.Tensor | None = None,
                  topk_weights: torch.Tensor | None = None) -> DispatchOutputs:
@@ -226,6 +229,7 @@ class HTHandle(HTHandleChecks):
                 made.topk_idx.detach()[: plan.recv_rows].copy_(ids[: made.topk_idx.shape[0]])
 
     # ---- combine -----------------------------------------------------------------------------------------------------
+    @on_stream
     def combine(self, inputs: CombineInputs | torch.Tensor, outputs: CombineOutputs | None = None, config: CombineConfig | None = None, *,
                 topk_weights: torch.Tensor | None = None) -> torch.Tensor:
         """Bring rows back and add them up: ``out[t]`` is the fp32 sum of its rows in ascending (rank, local expert) order, rounded once.
@@ -282,6 +286,7 @@ class HTHandle(HTHandleChecks):
         self._launch("ht_combine", slot, backward, Status.GO, own, written, place=place)
         return made.tokens
 
+    @on_stream
     def complete(self, config: Any = None) -> None:
         """Nothing to do: high-throughput operations always complete (``send_only`` is ignored)."""
         self._check_open("complete")

@@ -18,12 +18,14 @@ from ncclep_py.ll_net_map import LLNetMap
 from ncclep_py.plan import device_needs
 from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind
+from ncclep_py.streams import on_stream
 
 if TYPE_CHECKING:
     import torch
 
     from ncclep_py.communicator import Communicator, SymmetricWindow
     from ncclep_py.config import GroupConfig
+    from ncclep_py.inputs_outputs import LayoutInfo
 
 __all__ = ["LLNetGroup", "LLNetHandle"]
 
@@ -62,12 +64,15 @@ class LLNetGroup(Group):
     def make_shape(self, name: str, shape: KernelShape) -> KernelShape:
         return shape if name == "ll_copy" else LLNetShape.over(shape, self.config, self.comm.topology.team_size)
 
+    @on_stream
     def create_handle(self, layout: Layout, topk_idx: torch.Tensor | None = None, *, num_topk: int | None = None, idx_dtype: Any = None,
-                      config: HandleConfig | None = None) -> Handle:
+                      config: HandleConfig | None = None, layout_info: LayoutInfo | None = None) -> Handle:
         """As `Group.create_handle`, for EXPERT_MAJOR."""
         self._check_open("create_handle")
         if layout == Layout.RANK_MAJOR:
             raise _missing("layout RANK_MAJOR")
+        if layout_info is not None:
+            raise ValueError(f"layout_info must be left out of a LOW_LATENCY handle, got {type(layout_info).__name__}; give it to dispatch")
         return LLNetHandle(self, next(self._handle_ids), layout, topk_idx, num_topk, idx_dtype, config or HandleConfig())
 
     def create_window(self, num_bytes: int) -> SymmetricWindow:
