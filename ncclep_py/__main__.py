@@ -15,6 +15,7 @@ COMMANDS = {
     "bench": "time dispatch and combine beside other libraries; compare and draw records",
     "plan": "teams, peers, memory and predicted time of a group, for any number of ranks",
     "compile": "make the kernels of a group for another machine, where there may be no compiler",
+    "explain": "pages: memory model, protocol, porting from other libraries, numba-cuda's successor",
     "vocabulary": "the operations kernels are written in, with both implementations",
 }
 """Each is a module of this package with `add_arguments(parser)` and `main(options)`, imported only if asked for."""
