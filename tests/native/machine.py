@@ -81,7 +81,8 @@ class Machine:
 
     def __init__(self, folder: Path, old: str = "", new: str = "") -> None:
         (folder / "native.cc").write_text(source(old, new))
-        options = ["-std=c++17", "-O0", "-w", "-fpermissive", "-ffp-contract=off", "-shared", "-fPIC", f"-I{HERE}"]   # -O0: a place of the code is one
+        # not optimised, so that a place of the source is one place of the code
+        options = ["-std=c++17", "-O0", "-w", "-fpermissive", "-ffp-contract=off", "-shared", "-fPIC", f"-I{HERE}"]
         subprocess.run(["g++", *options, "native.cc", "-o", "native.so"], cwd=folder, check=True, timeout=120)
         self.library = ctypes.CDLL(str(folder / "native.so"))
         self.library.native_run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_long]
