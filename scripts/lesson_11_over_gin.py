@@ -1,0 +1,93 @@
+"""Lesson 11: to a GPU of another node. A put lands when it likes; only a signal says that it did.
+
+    python3 scripts/lesson_11_over_gin.py [--backend sim|nccl]
+
+Inside a team (GPUs joined by NVLink) a rank stores into its peer's memory. Between teams there is a network, and NCCL's GIN lets a kernel *put*:
+"copy these bytes of my window into the other's". Three things are new:
+
+1. A put comes back at once, and lands any time later, in pieces, in no order with other puts.
+2. A *signal* (a counter at the receiver) is added to after all puts that were issued before it on the same *context*, and to the same rank.
+   Other contexts know nothing of it. The receiver waits until the counter is high enough.
+3. The network reads the sender's bytes when it likes, too: they must not be overwritten before.
+
+Rank 0 puts a row of 32 bytes and a *tag* to rank 1, then adds to its signal; rank 1 waits, looks at the tag, and copies the row. Then the same
+without one of its parts. In the simulator every put is delayed, cut and reordered as badly as allowed, so each fault shows. (A GPU needs two teams
+and a network for this: `tests/test_gpu_gin.py` does it on one GPU; here both backends play the simulator.)
+
+Look at: the right program gives the row in all schedules; each of the others gives a race report that names the put and the read.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+from ncclep_py.simulator import SimulationError, Simulator
+from ncclep_py.simulator.network import Network
+
+SENT, TAG, STAGED, COPY, SIZE = 0, 128, 192, 224, 256            # places in the window
+REGIONS = [("STAGING_SENT", 0, 128), ("TAGS", 128, 192), ("STAGING", 192, SIZE)]
+EPOCH, SCHEDULES = 1, 60
+
+
+def play(seed: int, *, wait: bool = True, signal_context: int = 0, reuse: bool = False) -> np.ndarray:
+    """One schedule of the two ranks, each a team of its own; what rank 1 copied."""
+    sim = Simulator(2, seed, "adversarial", blocks=1, warps=1)
+    network = Network(sim, 1, contexts=2)
+    ops, comm = sim.vocabulary, network.number
+    raw = [np.zeros(SIZE + 16, np.uint8) for _ in range(2)]
+    windows = [w[-w.ctypes.data % 16:][:SIZE] for w in raw]
+    window = sim.create_window(windows, REGIONS)
+    row, to_team_1, mine = np.arange(32, dtype=np.uint8), np.array([1 << 32], np.int64), np.array([1 << 32], np.int64)
+    notes = [np.zeros(16, np.int64) for _ in range(2)]
+    source, routes = (sim.register(x, "private", 0).address for x in (row, to_team_1))
+    place = sim.register(mine, "private", 1).address
+    record = [sim.register(n, "notes", r).address for r, n in enumerate(notes)]
+
+    def kernel(rank: int) -> None:
+        if rank == 0:
+            ops.ht_net_stage_row(window, 0, window, SENT, source, routes, 0, 1, 32, 0, 1)     # the row into my own window
+            ops.ht_net_put(comm, window, 1, 0, STAGED, SENT, 32)                              # put it, on context 0
+            ops.ht_net_put_tag(comm, window, 1, 0, TAG, EPOCH, 0)                             # and a word that says which operation it is of
+            ops.ht_net_signal(comm, 1, signal_context, 0, 1)                                  # signal 0 of rank 1: one more
+            if reuse:
+                ops.ht_net_stage_row(window, 0, window, SENT, source, routes, 0, 1, 32, 0, 1)   # is the put done with these bytes?
+        else:
+            if wait:
+                ops.ht_net_wait_chunk(comm, window, TAG, 0, signal_context, 0, 1, rank, EPOCH, record[1], record[1] + 16, 0)
+            ops.ht_net_forward_row(window, COPY, window, STAGED, place, 0, 1, 32, rank)
+
+    for rank in range(2):
+        sim.launch(rank, kernel, [rank])
+    sim.run()
+    return windows[1][COPY:COPY + 32].copy()
+
+
+def first_fault(**wrong: Any) -> SimulationError:
+    """What the simulator says about a program that lacks something."""
+    for seed in range(SCHEDULES):
+        try:
+            play(seed, **wrong)
+        except SimulationError as error:
+            return error
+    raise AssertionError(f"no schedule shows what is wrong with {wrong}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=("sim", "nccl"), default="sim")
+    parser.parse_args()
+    for seed in range(SCHEDULES):
+        assert (play(seed) == np.arange(32)).all()
+    print(f"put, tag, signal, wait: the row is right in {SCHEDULES} schedules of a network that delays, cuts and reorders\n")
+    for text, wrong in (("rank 1 does not wait", {"wait": False}), ("the signal goes over another context than the put", {"signal_context": 1}),
+                        ("rank 0 overwrites the row while it is being sent", {"reuse": True})):
+        error = first_fault(**wrong)
+        print(f"{text}:\n   {type(error).__name__}: {str(error).splitlines()[0]}\n")
+        assert "race" in type(error).__name__.lower() or "before" in str(error) or "order" in str(error)
+
+
+if __name__ == "__main__":
+    main()
