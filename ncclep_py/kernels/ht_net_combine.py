@@ -12,6 +12,8 @@ from ncclep_py.errors import Status
 from ncclep_py.kernels import ht_combine
 from ncclep_py.kernels.ht_net_shape import HTNetShape
 from ncclep_py.kernels.ops import Vocabulary
+from ncclep_py.kernels.stamps import END, HEAD, MEET, WAIT_HEADS
+from ncclep_py.kernels.stamps import ROWS as MOVE
 
 __all__ = ["PARAMETERS", "make_ht_net_combine"]
 
@@ -35,6 +37,7 @@ def make_ht_net_combine(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
     GRAD_BYTES = 4 * shape.num_topk
     REMOTE_ROUTES, REMOTE_PLACES = shape.net.remote(shape.maps), shape.net.remote(shape.maps) + shape.net.remote_table(shape.num_topk)
     block_idx, warp_idx, blocks, warps, sync = ops.block_idx, ops.warp_idx, ops.ht_net_blocks, ops.ht_net_warps, ops.ht_net_sync
+    trace_begin, stamp = ops.trace_begin, ops.stamp
     read_epoch, advance_epoch, read_count, advance_count = ops.read_epoch, ops.advance_epoch, ops.ht_net_count, ops.ht_net_advance
     publish_head, enter, wait_heads, wait_entered = ops.ht_net_publish_head, ops.ht_net_enter, ops.ht_net_wait_heads, ops.ht_net_wait_entered
     put, put_rows, put_tag, signal, wait_chunk = ops.ht_net_put, ops.ht_net_put_rows, ops.ht_net_put_tag, ops.ht_net_signal, ops.ht_net_wait_chunk
@@ -46,14 +49,17 @@ def make_ht_net_combine(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
 
     def ht_net_combine(comm, backward, window, rank, local, record, maps, out, grads, num_tokens, rows, rows_window, rows_at, slot, header,  # noqa: ANN001, ANN202
                        handle, signature, status, timeout):
+        trace = trace_begin()
         epoch, fail, count, code = read_epoch(local + EPOCH), local + FAIL, read_count(local + COUNT), 0
         team, index = rank // TEAM, rank % TEAM
+        trace = stamp(trace, HEAD)
         # ---- 1 head: my experts' rows are written, and everything my rail peers ever put is here --------------------------
         if block_idx() == 0:
             state = map_status(maps + HEADER, handle, status)
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, TEAM, epoch, signature, state)
             code = enter(comm, window, HEADS, rank, RANKS, TEAM, CHANNELS, CONTEXTS, ADDS, count, epoch, signature, state, fail, record, timeout)
+        trace = stamp(trace, WAIT_HEADS)
         # ---- 2 wait ------------------------------------------------------------------------------------------------------
         held = read_header(header)
         if code == 0:
@@ -62,6 +68,7 @@ def make_ht_net_combine(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
             code = wait_entered(comm, rank, RANKS, TEAM, CHANNELS, count, epoch, fail, record, timeout)
         if code == 0:
             code = check_header(held, handle, rank, epoch, fail, record)
+        trace = stamp(trace, MOVE)
         # ---- 3 send: my team's sums for rail peers -----------------------------------------------------------------------
         channel = block_idx()
         while channel < CHANNELS:
@@ -98,6 +105,7 @@ def make_ht_net_combine(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                     distance += warps()
                 chunk += CHANNELS
             channel += blocks()
+        trace = stamp(trace, MOVE)
         # ---- 4 rows of my tokens: each chunk when all teams' sums are there ----------------------------------------------
         channel = block_idx()
         while channel < CHANNELS:
@@ -121,6 +129,7 @@ def make_ht_net_combine(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                             token += warps()
                 chunk += CHANNELS
             channel += blocks()
+        trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)
             if warp_idx() == 0:
@@ -131,5 +140,6 @@ def make_ht_net_combine(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                 clear_fail(fail)
                 advance_count(local + COUNT, count)
                 advance_epoch(local + EPOCH, epoch)
+        stamp(trace, END)
 
     return ht_net_combine

@@ -12,6 +12,8 @@ from ncclep_py.errors import Code, Status
 from ncclep_py.kernels import ht_dispatch
 from ncclep_py.kernels.ht_net_shape import HTNetShape
 from ncclep_py.kernels.ops import Vocabulary
+from ncclep_py.kernels.stamps import END, HEAD, MEET, WAIT_ARRIVED, WAIT_HEADS
+from ncclep_py.kernels.stamps import ROWS as MOVE
 from ncclep_py.memory_map import align
 
 __all__ = ["PARAMETERS", "make_ht_net_dispatch"]
@@ -36,6 +38,7 @@ def make_ht_net_dispatch(shape: HTNetShape, ops: Vocabulary) -> Callable[..., No
     HEADER_BYTES, STAGED_SCALES = align(20 * shape.num_topk, 16), shape.net.tokens * shape.sent_bytes
     REMOTE_ROUTES, REMOTE_PLACES = shape.net.remote(shape.maps), shape.net.remote(shape.maps) + shape.net.remote_table(shape.num_topk)
     block_idx, warp_idx, blocks, warps, sync = ops.block_idx, ops.warp_idx, ops.ht_net_blocks, ops.ht_net_warps, ops.ht_net_sync
+    trace_begin, stamp = ops.trace_begin, ops.stamp
     read_epoch, advance_epoch, read_count, advance_count = ops.read_epoch, ops.advance_epoch, ops.ht_net_count, ops.ht_net_advance
     publish_head, enter, wait_heads, wait_entered = ops.ht_net_publish_head, ops.ht_net_enter, ops.ht_net_wait_heads, ops.ht_net_wait_entered
     put, put_rows, put_tag, signal, wait_chunk = ops.ht_net_put, ops.ht_net_put_rows, ops.ht_net_put_tag, ops.ht_net_signal, ops.ht_net_wait_chunk
@@ -47,19 +50,23 @@ def make_ht_net_dispatch(shape: HTNetShape, ops: Vocabulary) -> Callable[..., No
 
     def ht_net_dispatch(comm, window, rank, local, record, maps, tokens, weights, scales, num_tokens, rows, cleared, forward, global_ids,  # noqa: ANN001, ANN202
                         rows_window, rows_at, slot, header, handle, signature, status, timeout):
+        trace = trace_begin()
         epoch, fail, count, code = read_epoch(local + EPOCH), local + FAIL, read_count(local + COUNT), 0
         team, index = rank // TEAM, rank % TEAM
+        trace = stamp(trace, HEAD)
         # ---- 1 head: everything my stream did before is done, and everything my rail peers ever put is here --------------
         if block_idx() == 0:
             state = map_status(maps + HEADER, handle, status)
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, TEAM, epoch, signature, state)
             code = enter(comm, window, HEADS, rank, RANKS, TEAM, CHANNELS, CONTEXTS, ADDS, count, epoch, signature, state, fail, record, timeout)
+        trace = stamp(trace, WAIT_HEADS)
         # ---- 2 wait: nobody's memory is touched before all ranks are here ------------------------------------------------
         if code == 0:
             code = wait_heads(window, HEADS, rank, RANKS, TEAM, epoch, signature, fail, record, timeout)
         if code == 0:
             code = wait_entered(comm, rank, RANKS, TEAM, CHANNELS, count, epoch, fail, record, timeout)
+        trace = stamp(trace, MOVE)
         # ---- 3 send: my team's rows to their places, the others' to rail peers -------------------------------------------
         channel = block_idx()
         while channel < CHANNELS:
@@ -114,6 +121,7 @@ def make_ht_net_dispatch(shape: HTNetShape, ops: Vocabulary) -> Callable[..., No
                     zero_pads(window, slot + WEIGHTS, maps + ZONES, rank, LOCAL_EXPERTS, 4)
             elif forward != 0:
                 clear_ids(window, slot + IDX, slot + WEIGHTS, maps + ZONES, rank, LOCAL_EXPERTS, TOPK, cleared)
+        trace = stamp(trace, MOVE)
         # ---- 4 receive: each chunk when it is there ----------------------------------------------------------------------
         channel = block_idx()
         while channel < CHANNELS:
@@ -142,11 +150,13 @@ def make_ht_net_dispatch(shape: HTNetShape, ops: Vocabulary) -> Callable[..., No
                 chunk += CHANNELS
             channel += blocks()
         # ---- 5 arrived: the last block speaks for the rank ---------------------------------------------------------------
+        trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)
             if code == 0:
                 if warp_idx() == 0:
                     publish_arrived(window, ARRIVED, rank, TEAM, epoch)
+                trace = stamp(trace, WAIT_ARRIVED)
                 code = wait_arrived(window, ARRIVED, rank, TEAM, epoch, fail, record, timeout + timeout)   # they may wait for chunks
             if warp_idx() == 0:
                 if code != 0:
@@ -159,5 +169,6 @@ def make_ht_net_dispatch(shape: HTNetShape, ops: Vocabulary) -> Callable[..., No
                 clear_fail(fail)
                 advance_count(local + COUNT, count)
                 advance_epoch(local + EPOCH, epoch)
+        stamp(trace, END)
 
     return ht_net_dispatch

@@ -12,6 +12,7 @@ from ncclep_py.errors import Status
 from ncclep_py.kernels import ht_prepare
 from ncclep_py.kernels.ht_net_shape import HTNetShape
 from ncclep_py.kernels.ops import Vocabulary
+from ncclep_py.kernels.stamps import END, HEAD, MEET, ROWS, TOTALS, WAIT_COUNTS, WAIT_HEADS
 
 __all__ = ["PARAMETERS", "make_ht_net_prepare"]
 
@@ -33,6 +34,7 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
     NET_HITS, HITS_BYTES, NET_KEPT, KEPT_BYTES, KEPT_SENT = (
         shape.net.hits, shape.net.hits_bytes, shape.net.kept, shape.net.kept_bytes, shape.net.kept_sent)
     block_idx, warp_idx, warps, sync = ops.block_idx, ops.warp_idx, ops.ht_net_warps, ops.ht_net_sync
+    trace_begin, stamp = ops.trace_begin, ops.stamp
     read_epoch, advance_epoch, read_count, advance_count = ops.read_epoch, ops.advance_epoch, ops.ht_net_count, ops.ht_net_advance
     publish_head, enter, wait_heads, wait_entered = ops.ht_net_publish_head, ops.ht_net_enter, ops.ht_net_wait_heads, ops.ht_net_wait_entered
     put, put_tag, signal, wait_chunk, outcome = ops.ht_net_put, ops.ht_net_put_tag, ops.ht_net_signal, ops.ht_net_wait_chunk, ops.outcome
@@ -44,8 +46,10 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
 
     def ht_net_prepare(comm, window, rank, local, record, maps, topk_idx, num_tokens, expert_counters, expert_offsets, unpadded, total,  # noqa: ANN001, ANN202
                        int_bytes, handle, signature, status, timeout):
+        trace = trace_begin()
         epoch, fail, count, code = read_epoch(local + EPOCH), local + FAIL, read_count(local + COUNT), 0
         team, index = rank // TEAM, rank % TEAM
+        trace = stamp(trace, HEAD)
         # ---- 1 head, and what I will send to my team -----------------------------------------------------------------------
         if block_idx() == 0:
             if warp_idx() == 0:
@@ -54,9 +58,11 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
         if block_idx() == 0:   # one block, so that nobody waits for blocks that have not begun
             publish_hits(window, HITS, rank, RANKS, EXPERTS, BY_RANK, epoch, TEAM)
             code = enter(comm, window, HEADS, rank, RANKS, TEAM, CHANNELS, CONTEXTS, ADDS, count, epoch, signature, status, fail, record, timeout)
+        trace = stamp(trace, WAIT_HEADS)
         # ---- 2 wait --------------------------------------------------------------------------------------------------------
         if code == 0:
             code = wait_heads(window, HEADS, rank, RANKS, TEAM, epoch, signature, fail, record, timeout)
+        trace = stamp(trace, WAIT_COUNTS)
         if block_idx() == 0:
             if code == 0:
                 code = wait_entered(comm, rank, RANKS, TEAM, CHANNELS, count, epoch, fail, record, timeout)
@@ -82,11 +88,14 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                                  TEAM)
         if code == 0:
             code = wait_hits(window, HITS, HEADS, rank, RANKS, TEAM, EXPERTS, BY_RANK, epoch, fail, record, timeout + timeout)
+        trace = stamp(trace, ROWS)
         # ---- 3 rows --------------------------------------------------------------------------------------------------------
         if code == 0:
             assign(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, RANKS, BY_RANK, SHARES, ALIGNMENT, BUDGET, rank, maps + ROUTES, maps + PLACES)
         # ---- 4 zones: the last block speaks for the rank -------------------------------------------------------------------
+        trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
+            trace = stamp(trace, TOTALS)
             code, why = op_code(fail, epoch), 0
             if code == 0:
                 publish_kept(window, KEPT, KEPT_SENT, maps + PLACES, num_tokens, TOPK, EXPERTS, RANKS, BY_RANK, BUDGET, rank, epoch, TEAM)
@@ -115,6 +124,7 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                             forward_kept(window, NET_KEPT + (distance - 1) * KEPT_BYTES, KEPT, EXPERTS, RANKS, BY_RANK, BUDGET, rank,
                                          source * TEAM + index, TEAM)
             if code == 0:
+                trace = stamp(trace, WAIT_COUNTS)
                 code = wait_kept(window, KEPT, HEADS, rank, RANKS, TEAM, EXPERTS, BY_RANK, BUDGET, epoch, fail, record, timeout + timeout)
             if code == 0:
                 code = store_zones(window, KEPT, rank, RANKS, EXPERTS, BY_RANK, ALIGNMENT, BUDGET, TRAP, maps + ZONES, expert_counters,
@@ -127,5 +137,6 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                 clear_fail(fail)
                 advance_count(local + COUNT, count)
                 advance_epoch(local + EPOCH, epoch)
+        stamp(trace, END)
 
     return ht_net_prepare

@@ -127,6 +127,6 @@ def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., No
                 clear_fail(fail)
                 advance_count(local + COUNT, count)
                 advance_epoch(local + EPOCH, epoch)
-        trace = stamp(trace, END)
+        stamp(trace, END)
 
     return ll_net_dispatch
