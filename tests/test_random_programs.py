@@ -30,17 +30,22 @@ WRONG = ("dtype", "shape", "strides", "tokens", "nothing", "too many", "config",
 
 @dataclasses.dataclass
 class Plan:
-    """What a seed decides."""
+    """What a seed decides; over several teams without what those refuse: RANK_MAJOR and staged calls."""
 
     seed: int
+    team_size: int = 0
 
     def __post_init__(self) -> None:
         draw = random.Random(self.seed)
         self.ranks, self.local = draw.choice((1, 2, 2, 3, 4)), draw.choice((1, 2, 3))
+        if self.team_size:
+            self.ranks = self.team_size * draw.choice((2, 2, 3) if self.team_size == 1 else (2,))
         self.experts = self.ranks * self.local
         self.topk, self.capacity = min(draw.choice((1, 2, 4)), self.experts), draw.choice((1, 3, 6))
         self.hidden, self.slots, self.staging = draw.choice((4, 8, 20, 64)), draw.choice((1, 2, 3)), draw.choice((0, 0, 2, 4))
-        self.handles = [(draw.choice((Layout.EXPERT_MAJOR, Layout.RANK_MAJOR)), draw.randint(1, self.topk), draw.choice((torch.int32, torch.int64)))
+        self.staging = 0 if self.team_size else self.staging
+        layouts = (Layout.EXPERT_MAJOR,) if self.team_size else (Layout.EXPERT_MAJOR, Layout.RANK_MAJOR)
+        self.handles = [(draw.choice(layouts), draw.randint(1, self.topk), draw.choice((torch.int32, torch.int64)))
                         for _ in range(draw.randint(1, 3))]
         self.steps = [(draw.choice(("dispatch", "combine", "wrong dispatch", "wrong combine", "pair")), draw.randrange(len(self.handles)),
                        draw.randrange(self.ranks), draw.choice(WRONG), draw.random() < 0.5 and self.staging > 0) for _ in range(draw.randint(6, 16))]
@@ -190,7 +195,16 @@ class Rank:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_random_program_gets_every_row_or_the_right_sentence(seed: int) -> None:
-    plan = Plan(seed)
+    play(Plan(seed))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_over_several_teams_too(seed: int) -> None:
+    play(Plan(seed, 1 + seed % 2))
+
+
+def play(plan: Plan) -> None:
+    seed = plan.seed
     config = GroupConfig(num_experts=plan.experts, max_dispatch_tokens_per_rank=plan.capacity, hidden=plan.hidden, num_topk=plan.topk,
                          dtype=torch.float32, num_slots=plan.slots, num_staging_slots=plan.staging)
 
@@ -199,5 +213,6 @@ def test_a_random_program_gets_every_row_or_the_right_sentence(seed: int) -> Non
             Rank(plan, group).play()
         return True
 
-    with LocalWorld(plan.ranks, "sim", seed=seed, mode=("fair", "adversarial")[seed % 2]) as world:
+    mode = "adversarial" if plan.team_size or seed % 2 else "fair"
+    with LocalWorld(plan.ranks, "sim", team_size=plan.team_size, seed=seed, mode=mode) as world:
         assert world.run(program) == [True] * plan.ranks
