@@ -42,10 +42,13 @@ class Plan:
     """What a seed decides."""
 
     seed: int
+    team_size: int = 0   # 0: one team
 
     def __post_init__(self) -> None:
         draw = random.Random(self.seed)
         self.ranks, self.local = draw.choice((1, 2, 2, 3, 4)), draw.choice((1, 2, 3))
+        if self.team_size:
+            self.ranks = self.team_size * draw.choice((2, 2, 3) if self.team_size == 1 else (2,))
         self.experts = self.ranks * self.local
         self.topk, self.capacity, self.hidden = min(draw.choice((1, 2, 4)), self.experts), draw.choice((1, 3, 6)), draw.choice((4, 8, 20, 64))
         self.slots = draw.choice((1, 2, 3))
@@ -217,7 +220,16 @@ class Rank:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_random_program_gets_every_row_or_the_right_sentence(seed: int) -> None:
-    plan = Plan(seed)
+    play(Plan(seed))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_over_several_teams_too(seed: int) -> None:
+    play(Plan(seed, 1 + seed % 2))
+
+
+def play(plan: Plan) -> None:
+    seed = plan.seed
     config = GroupConfig(num_experts=plan.experts, max_dispatch_tokens_per_rank=plan.capacity, hidden=plan.hidden, num_topk=plan.topk,
                          dtype=torch.float32, num_slots=plan.slots, algorithm=Algorithm.HIGH_THROUGHPUT, max_recv_tokens_per_rank=plan.budget)
 
@@ -226,5 +238,6 @@ def test_a_random_program_gets_every_row_or_the_right_sentence(seed: int) -> Non
             Rank(plan, group).play()
         return True
 
-    with LocalWorld(plan.ranks, "sim", seed=seed, mode=("fair", "adversarial")[seed % 2]) as world:
+    mode = "adversarial" if plan.team_size or seed % 2 else "fair"
+    with LocalWorld(plan.ranks, "sim", team_size=plan.team_size, seed=seed, mode=mode) as world:
         assert world.run(program) == [True] * plan.ranks
