@@ -62,6 +62,7 @@ class Plan:
             its rail peer).
         needs: of the device communicator.
         chunk_tokens: tokens of a chunk of a hierarchical operation, 0 if there are none.
+        best_chunk_tokens: what the cost model would choose; groups do not follow it yet.
         regions: (name, first byte, end byte) of every region of the symmetric window.
         window_bytes, local_bytes: memory of each rank.
         costs: predicted (dispatch, combine) by name of the way: ``ll``, ``ht`` and ``ht direct``, the last for comparison only.
@@ -76,6 +77,7 @@ class Plan:
     window_bytes: int
     local_bytes: int
     costs: dict[str, tuple[Cost, Cost]]
+    best_chunk_tokens: int = 0
 
     def pair_us(self, way: str) -> float:
         """Microseconds of dispatch and combine, and of the update that a new routing needs."""
@@ -89,6 +91,7 @@ class Plan:
             "transport": self.transport, "rank": rank, "team": t.team_of(rank), "index": t.index_of(rank),
             "direct_peers": [p for p in direct if p != rank], "networked_peers": list(networked),
             "device_communicator": dataclasses.asdict(self.needs), "chunk_tokens": self.chunk_tokens,
+            "best_chunk_tokens": self.best_chunk_tokens,
             "window_bytes": self.window_bytes, "local_bytes": self.local_bytes,
             "regions": [{"name": name, "begin": begin, "bytes": end - begin} for name, begin, end in self.regions],
             "predicted_us": {way: {"dispatch": _cost_dict(dispatch), "combine": _cost_dict(combine), "new_pair": round(self.pair_us(way), 1)}
@@ -169,8 +172,9 @@ def make_plan(config: GroupConfig, topology: Topology, machine: Machine = MACHIN
                     per_rank)
     several = topology.num_teams > 1
     transport = "local" if not several else "hierarchical" if high else "direct"
-    chunk = chunk_tokens(work, machine, choices=CHUNKS) if transport == "hierarchical" else 0
-    network, needs = network_map(config, topology, chunk or CHUNKS[-1]), device_needs(config, topology)
+    best = chunk_tokens(work, machine, choices=CHUNKS) if transport == "hierarchical" else 0
+    network, needs = network_map(config, topology), device_needs(config, topology)
+    chunk = network.chunk_tokens if transport == "hierarchical" else 0
     plans: tuple[Any, Any] = ((HTWindowMap.build(config, topology.num_ranks), ht_local_map(config)) if high
                               else (WindowMap.build(config, topology.num_ranks), LocalMap.build(config)))
     regions = plans[0].regions() + (network.regions() if network else [])
@@ -181,7 +185,7 @@ def make_plan(config: GroupConfig, topology: Topology, machine: Machine = MACHIN
     costs = {way: tuple(predict(work, machine, algorithm, combine, contexts=contexts, hierarchical=hierarchical) for combine in (False, True))
              for way, (algorithm, hierarchical) in ways.items()}
     return Plan(topology, config, transport, needs, chunk, regions, network.total_bytes if network else plans[0].total_bytes,
-                getattr(network, "local_bytes", 0) or plans[1].total_bytes, costs)   # type: ignore[arg-type]
+                getattr(network, "local_bytes", 0) or plans[1].total_bytes, costs, best)   # type: ignore[arg-type]
 
 
 def fastest(config: GroupConfig, topology: Topology, **more: Any) -> Algorithm:
@@ -245,7 +249,7 @@ def text(plan: Plan, rank: int) -> str:
              f"rank {rank}: team {t.team_of(rank)}, index {t.index_of(rank)}; {t.team_size - 1} direct peers, puts to {len(networked)} networked ones"
              + (f" ({', '.join(map(str, networked[:6]))}{', ...' if len(networked) > 6 else ''})" if networked else "")]
     if needs.network:
-        chunks = f", chunks of {plan.chunk_tokens} tokens" if plan.chunk_tokens else ""
+        chunks = f", chunks of {plan.chunk_tokens} tokens (best by the model: {plan.best_chunk_tokens})" if plan.chunk_tokens else ""
         lines.append(f"device communicator: GIN connection {needs.connection}, {needs.contexts} contexts, {needs.signals} signals{chunks}")
     lines.append(f"memory per rank: window {plan.window_bytes / 1e6:.1f} MB, own {plan.local_bytes / 1e6:.2f} MB")
     lines += [f"  {name:<14} {begin:>14} {end - begin:>14} bytes" for name, begin, end in plan.regions if end > begin]

@@ -9,6 +9,7 @@ from ncclep_py.__main__ import main
 from ncclep_py.config import Algorithm, GroupConfig, Layout
 from ncclep_py.cost_model import MACHINES
 from ncclep_py.ht_memory_map import HTWindowMap, ht_local_map
+from ncclep_py.ht_net_map import CHUNK_TOKENS
 from ncclep_py.memory_map import LocalMap, WindowMap
 from ncclep_py.topology import Topology
 
@@ -72,7 +73,7 @@ def test_needs(team, algorithm, connection, transport):
     needs, made = plan.device_needs(config(8, algorithm), topology), plan.make_plan(config(8, algorithm), topology)
     assert (needs.connection, made.transport) == (connection, transport) and made.needs == needs
     assert needs.network is (team < 8) and (needs.contexts > 0) is (needs.signals > 0) is needs.network
-    assert (made.chunk_tokens in plan.CHUNKS) is (transport == "hierarchical")
+    assert (made.best_chunk_tokens in plan.CHUNKS) is (made.chunk_tokens == CHUNK_TOKENS) is (transport == "hierarchical")
 
 
 def test_one_team_has_the_plan_of_before():
