@@ -119,6 +119,10 @@ def main(options: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps({"ok": True, "kernels": names}) + "\n" if options.json else "".join(f"{name}\n" for name in names))
         return 0
     try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        return _failed(options, f"--out must be a folder that can be written, got {options.out} ({e.strerror})", 2)
+    try:
         files = build(config, topology, archs, options.out, options.gpu_sms, None if options.json else _say, **more)
     except (ImportError, RuntimeError, NotImplementedError) as e:
         return _failed(options, str(e), 1)

@@ -302,3 +302,11 @@ def test_list(capsys, tmp_path):
 def test_wrong_words(capsys, tmp_path, words, says):
     code, out = run(capsys, "--out", str(tmp_path), "--ranks", "8", "--json", *words)
     assert code == 2 and says in json.loads(out.out)["error"]
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, capsys, more):
+    (tmp_path / "file").write_text("")
+    assert main(["compile", "--arch", "sm_90", "--out", str(tmp_path / "file"), *more]) == 2
+    said = "".join(capsys.readouterr())
+    assert f"--out must be a folder that can be written, got {tmp_path / 'file'}" in said and "Traceback" not in said
