@@ -20,8 +20,10 @@ from collections.abc import Sequence
 import torch
 
 from ncclep_py import Algorithm, GroupConfig, Layout, launch, toolchain
+from ncclep_py.kernels.ht_net_shape import HTNetShape
 from ncclep_py.kernels.ht_shape import HTShape
-from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.kernels.ll_net_shape import LLNetShape
+from ncclep_py.kernels.shape import PLAIN, KernelShape
 
 
 def spec_of(name: str) -> launch.KernelSpec:
@@ -29,10 +31,13 @@ def spec_of(name: str) -> launch.KernelSpec:
     size = dict(num_experts=128, max_dispatch_tokens_per_rank=128, hidden=7168, dtype=torch.bfloat16, num_topk=8)
     if name.startswith("ht_"):
         config = GroupConfig(**size, algorithm=Algorithm.HIGH_THROUGHPUT, max_recv_tokens_per_rank=1024)
+        if "_net_" in name:
+            return launch.KernelSpec(name, HTNetShape.over_teams(config, 8, 4, 8, 8, Layout.EXPERT_MAJOR, 1, 16, PLAIN))
         return launch.KernelSpec(name, HTShape.build(config, 8, 8, 8, Layout.EXPERT_MAJOR, 1, 16))
     staged = name.endswith(("_send", "_complete"))
     config = GroupConfig(**size, num_staging_slots=2 if staged else 0, enable_mask="mask" in name)
-    return launch.KernelSpec(name, KernelShape.build(config, 8, 8, 8, Layout.RANK_MAJOR if "rank_major" in name else Layout.EXPERT_MAJOR))
+    shape = KernelShape.build(config, 8, 8, 8, Layout.RANK_MAJOR if "rank_major" in name else Layout.EXPERT_MAJOR)
+    return launch.KernelSpec(name, LLNetShape.over(shape, config, 4) if "_net_" in name else shape)
 
 
 def outcome(name: str, compiler: str, arch: str) -> tuple[str, float, bool]:

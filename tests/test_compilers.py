@@ -14,7 +14,7 @@ from ncclep_py import compiled, launch, toolchain
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
-WITH_STACK = {"ll_masked_dispatch", "ll_masked_combine"}
+WITH_STACK = {"ll_masked_dispatch", "ll_masked_combine", "ll_masked_rank_major_dispatch"}
 """Kernels that numba-cuda-mlir 0.6.0 gives 40 bytes of stack, numba-cuda none."""
 
 
@@ -63,10 +63,11 @@ def test_the_script_prints_a_line_per_kernel(checker: Any, capsys: pytest.Captur
 
 
 @pytest.mark.skipif(importlib.util.find_spec("numba_cuda_mlir") is None, reason="numba-cuda-mlir is not installed: pip install numba-cuda-mlir")
-@pytest.mark.parametrize("name", [name for name in launch.KERNELS if "_net_" not in name])
+@pytest.mark.parametrize("name", launch.KERNELS)
 def test_the_successor_compiles(name: str, checker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("NCCLEP_COMPILER", "numba-cuda-mlir")
     monkeypatch.setenv("NCCLEP_CACHE_DIR", str(tmp_path))
     made = launch.compile_kernel(checker.spec_of(name))
     assert made.cubin[:4] == b"\x7fELF" and name in made.symbol
-    assert made.info["registers"] <= toolchain.MAX_REGISTERS and made.info["stack"] <= (40 if name in WITH_STACK else 0)
+    stack = 512 if "_net_" in name else 40 if name in WITH_STACK else 0   # over teams both compilers leave one
+    assert made.info["registers"] <= toolchain.MAX_REGISTERS and made.info["stack"] <= stack
