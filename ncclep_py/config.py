@@ -149,6 +149,8 @@ Member = TypeVar("Member", bound=enum.IntEnum)
 def _member(name: str, kind: type[Member], value: Any) -> Member:
     """`value` as a member of `kind`, by member or number; ``ValueError`` says which there are."""
     try:
+        if isinstance(value, bool):
+            raise ValueError
         return kind(value)
     except ValueError:
         raise ValueError(f"{name} must be one of {', '.join(f'{kind.__name__}.{m.name}' for m in kind)}, got {value!r}") from None

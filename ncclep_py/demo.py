@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The demo's command line."""
     parser.add_argument("--text", metavar="FILE", help="text to run the layer over (default: a text of the project's own)")
     parser.add_argument("--ranks", type=int, default=4, help="number of ranks (default 4)")
-    parser.add_argument("--team", type=int, default=0, help="simulator: ranks of a team; teams are connected by a network (default: one team)")
+    parser.add_argument("--team", type=int, help="simulator: ranks of a team; teams are connected by a network (default: one team)")
     parser.add_argument("--backend", choices=["auto", "sim", "nccl"], default="auto", help="auto: nccl where there is a CUDA GPU, else sim")
     parser.add_argument("--algorithm", choices=["ll", "ht"], default="ll", help="low latency or high throughput (default ll)")
     parser.add_argument("--layout", choices=["expert_major", "rank_major", "flat"], default="expert_major",
@@ -125,10 +125,12 @@ def _job(args: argparse.Namespace) -> Job:
     for name in ("ranks", "experts", "topk", "hidden", "tokens"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.team is not None and args.team < 1:
+        raise ValueError(f"--team must be at least 1, got {args.team}")
     if args.topk > args.experts:
         raise ValueError(f"--topk must be at most --experts = {args.experts}, got {args.topk}")
     return Job(args.ranks, args.backend, args.experts, args.topk, args.hidden, args.tokens, args.seed, args.layout, args.algorithm,
-               bool(args.trace), args.team)
+               bool(args.trace), args.team or 0)
 
 
 def _words(path: str | None) -> list[str]:

@@ -93,6 +93,10 @@ class LocalWorld:
             raise TypeError(f"num_ranks must be an int, got {type(num_ranks).__name__}: {num_ranks!r}")
         if num_ranks < 1:
             raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"seed must be an int, with which the schedule can be had again, got {type(seed).__name__}: {seed!r}")
+        if fused is not None and not isinstance(fused, bool):
+            raise TypeError(f"fused must be a bool or None, got {type(fused).__name__}: {fused!r}")
         if backend not in ("auto", "nccl", "sim"):
             raise ValueError(f"backend must be 'auto', 'nccl' or 'sim', got {backend!r}")
         self.num_ranks = num_ranks
@@ -136,9 +140,14 @@ class LocalWorld:
 
         The first exception of a rank program is raised once all programs have ended; programs still inside an operation then get an
         `EpPeerError`. Not reentrant.
+
+        Raises:
+            TypeError: `program` cannot be called.
         """
         from greenlet import greenlet
 
+        if not callable(program):
+            raise TypeError(f"program must be a function of a communicator, got {type(program).__name__}: {program!r}")
         if self._closed:
             raise EpClosedError("cannot run: this LocalWorld is closed")
         if self._tasks:

@@ -217,6 +217,8 @@ class OwnKernels:
         """Name of `KERNELS` under which the factory is compiled; "" for None."""
         group: Group = self   # type: ignore[assignment]
         theirs = sorted({group.runs(key) for key in group._kernels})
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a str, a kernel of this group ({', '.join(theirs)}), got {type(name).__name__}: {name!r}")
         if name not in theirs:
             known = "; this group has not loaded it: create a handle first" if name in KERNELS else nearest(name, theirs)
             raise ValueError(f"name must be a kernel of this group, {', '.join(theirs)}, got {name!r}{known}")

@@ -237,3 +237,8 @@ def test_a_bad_command_line_is_json_where_json_was_asked_for(capsys: Any, words:
             assert err == "" and told in json.loads(out)["error"] and json.loads(out)["verified"] is False
         else:
             assert out == "" and told in err
+
+
+def test_a_team_of_nobody_is_refused(capsys: Any) -> None:
+    assert main(["demo", "--backend", "sim", "--team", "0"]) == 2
+    assert "--team must be at least 1, got 0" in capsys.readouterr().err

@@ -52,6 +52,21 @@ def test_bad_worlds(arguments: tuple[Any, ...], error: type[Exception], words: s
         LocalWorld(*arguments)
 
 
+@pytest.mark.parametrize(("name", "value", "words"), [
+    ("seed", None, "seed must be an int, .* got NoneType: None"), ("seed", "x", "seed must be an int, .* got str: 'x'"),
+    ("fused", 3, "fused must be a bool or None, got int: 3")])
+def test_bad_options(name: str, value: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        LocalWorld(2, "sim", **{name: value})
+
+
+def test_a_program_must_be_callable() -> None:
+    with LocalWorld(2, "sim") as world:
+        with pytest.raises(TypeError, match="program must be a function of a communicator, got NoneType: None"):
+            world.run(None)   # type: ignore[arg-type]
+        assert world.run(lambda comm: comm.rank) == [0, 1]
+
+
 def test_bad_schedule() -> None:
     with pytest.raises(ValueError, match="mode must be 'fair' or 'adversarial', got 'unfair'"):
         LocalWorld(2, "sim", mode="unfair")

@@ -163,6 +163,7 @@ def takes_one(shape: Any) -> Any:
     ("ll_combine", 7, TypeError, "factory must be a function of .* got int"),
     ("ll_combine", "nowhere.py:make", ValueError, "'file.py:function' with a file that exists, got 'nowhere.py:make'"),
     ("ll_combin", other_signature, ValueError, "name must be a kernel of this group, .*did you mean ll_combine?"),
+    (1, other_signature, TypeError, "name must be a str, a kernel of this group .*, got int: 1"),
     ("ht_combine", other_signature, ValueError, "this group has not loaded it: create a handle first"),
 ], ids=lambda v: getattr(v, "__name__", None))
 def test_what_is_wrong_is_said_and_the_group_goes_on(name: str, factory: Any, kind: type, sentence: str) -> None:
