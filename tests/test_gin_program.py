@@ -10,16 +10,6 @@ from ncclep_py.topology import Topology
 SIMULATED = ["ll_rank_major", "ll_recipes", "ht_expert_major_drop"]   # the others run below
 
 
-def has_teams(scenario):
-    """Whether the simulator runs groups over several teams."""
-    try:
-        with LocalWorld(4, "sim", team_size=2) as world:
-            world.run(lambda comm: gin_program.Group.create(comm, gin_program.LOW if scenario.startswith("ll") else gin_program.HIGH).close())
-    except (TypeError, NotImplementedError):
-        return False
-    return True
-
-
 @pytest.mark.parametrize("scenario", SIMULATED)
 def test_one_team(scenario):
     assert scenario in gin_program.SCENARIOS
@@ -29,10 +19,14 @@ def test_one_team(scenario):
 
 @pytest.mark.parametrize("scenario", ["ll_expert_major", "ht_flat"])
 def test_two_teams(scenario):
-    if not has_teams(scenario):
-        pytest.skip("groups over several teams are not built yet")
     with LocalWorld(4, "sim", team_size=2) as world:
         assert world.communicators[0].topology == Topology(4, 2)
+        world.run(gin_program.program_of(scenario, 4, 2))
+
+
+@pytest.mark.parametrize("scenario", sorted(gin_program.REFUSED_OVER_TEAMS))
+def test_what_is_not_built_over_teams_is_refused(scenario):
+    with LocalWorld(4, "sim", team_size=2) as world, pytest.raises(NotImplementedError):
         world.run(gin_program.program_of(scenario, 4, 2))
 
 
