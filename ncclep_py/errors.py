@@ -154,7 +154,7 @@ class ErrorRecord:
     def exception(self, refusals: dict[int, str] | None = None) -> EpError:
         """This record as an exception; `refusals` maps a refusal's detail to its sentence."""
         error = self._exception(refusals)
-        error.everywhere = self.code not in (Code.OVERFLOW, Code.STALE_SLOT, Code.EXCLUDED, *NOTICES)
+        error.everywhere = self.code not in (Code.OVERFLOW, Code.EXCLUDED, *NOTICES)
         return error
 
     def _exception(self, refusals: dict[int, str] | None) -> EpError:

@@ -289,7 +289,10 @@ class Group(Masking, OwnKernels):
         record = ErrorRecord.read(self._record_words)
         self._record_words[0] = 0
         if record is not None and not (record.code == Code.REFUSED and record.peer == self.rank):
-            raise record.exception(SENTENCES)
+            error = record.exception(SENTENCES)
+            if self.config.enable_mask and record.code == Code.STALE_SLOT:
+                error.everywhere = False   # the other members went on
+            raise error
 
     def start_at(self, epoch: int) -> None:
         """Set the epoch of the next operation, in [0, 2^32). For tests of the wrap; every rank must call it between operations."""

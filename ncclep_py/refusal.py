@@ -29,7 +29,7 @@ SENTENCES: dict[int, str] = {
     Refusal.TOO_MANY_TOKENS: "more tokens than max_dispatch_tokens_per_rank",
     Refusal.DEVICE: "a tensor on the wrong device",
     Refusal.MEMORY: "a tensor that is not contiguous or not 16-byte aligned",
-    Refusal.STALE: "rows or a slot that something newer took",
+    Refusal.STALE: "rows or a slot that something newer took, or whose dispatch failed there",
     Refusal.EXPERT_ID: "an expert id out of range",
     Refusal.OTHER: "an invalid call",
     Refusal.CLOSED: "a handle that is closed",

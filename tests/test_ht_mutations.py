@@ -83,6 +83,7 @@ HEAD = """        if block_idx() == 0:
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, epoch, signature, {})
 """
+STATE_HEAD = HEAD.format("header_status(held, handle, state)")
 PLAIN_HEAD, MAP_HEAD = HEAD.format("status"), HEAD.format("map_status(maps + HEADER, handle, status)")
 WAIT_HEADS = "code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)"
 ADVANCE = "                advance_epoch(local + EPOCH, epoch)\n"
@@ -122,8 +123,8 @@ MUTANTS = {f"{kernel}: {name}": (kernel, change) for kernel in ("prepare", "disp
     "dispatch: no pads": ("dispatch", [(PADS, "pass")]),
     "dispatch: no weights of pads": ("dispatch", [(WEIGHT_PADS, "pass")]),
     "dispatch: no clear_ids": ("dispatch", [(CLEAR, "pass")]),
-    "combine: no publish_head": ("combine", [(MAP_HEAD, "")]),
-    "combine: no check_header": ("combine", [("code = check_header(held, handle, rank, epoch, fail, record)", "code = 0")]),
+    "combine: no publish_head": ("combine", [(STATE_HEAD, "")]),
+    "combine: no check_header": ("combine", [("            check_header(held, handle, rank, epoch, fail, record)", "            pass")]),
     "combine: every piece gathers weights": ("combine", [("if begin == 0:", "if 1 == 1:")]),
 }
 PROMPT = "it ends without ARRIVED: a peer that still waits for HEADs ends at once by it, else at its own deadline, and blames the same rank"

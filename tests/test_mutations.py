@@ -94,6 +94,7 @@ HEAD = """        if block_idx() == 0:
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
 """
+COMBINE_HEAD = HEAD.replace("status)", "header_status(held, handle, status))")
 WAIT_HEADS = "code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)"
 ARRIVED = """                if warp_idx() == 0:
                     publish_arrived(window, ARRIVED, rank, RANKS, epoch)
@@ -125,13 +126,13 @@ DISPATCH_MUTANTS = {
 }
 COMBINE_MUTANTS = {
     "no wait_heads": [(WAIT_HEADS, "code = 0")],
-    "no publish_head": [(HEAD, "")],
+    "no publish_head": [(COMBINE_HEAD, "")],
     "no advance_epoch": [("                advance_epoch(local + EPOCH, epoch)\n", "")],
     "every block is the last": [("last_block(local + BLOCKS_DONE) == 1", "1 == 1")],
     "block 0 is the last": [("last_block(local + BLOCKS_DONE) == 1", "block_idx() == 0")],
     "no fetch_routing": [(ROUTING, "pass")],
     "header read of another slot": [("read_header(header)", "read_header(local)")],
-    "no check_header": [("code = check_header(held, handle, rank, epoch, fail, record)", "code = 0")],
+    "no check_header": [("            check_header(held, handle, rank, epoch, fail, record)", "            pass")],
 }
 
 
@@ -296,7 +297,7 @@ def test_12_head_before_the_pull_ended_is_red() -> None:
     signature = Signature(OpKind.DISPATCH, Layout.EXPERT_MAJOR, 0, 0, 0, 2, 2).pack()
     early = f"        if block_idx() == 0:\n            if warp_idx() == 0:\n" \
             f"                publish_head(window, HEADS, rank, RANKS, epoch + 1, {signature}, status)\n"
-    check = "        if code == 0:\n            code = check_header("
+    check = "        # ---- 3 rows"
     error = first_red(program=sequence("D X C D X C"), make_combine=mutant(ll_combine.make_ll_combine, (check, early + check)))
     assert isinstance(error, (RaceError, AssertionError))   # or the poison of the slot's next use, which comes with the head
 

@@ -243,7 +243,7 @@ def test_an_architecture_without_fp8_is_refused_by_a_sentence() -> None:
 # ---- every line of the kernel is needed ------------------------------------------------------------------------------------
 HEAD = """        if last_block(local + BLOCKS_PACKED) == 1:
             if warp_idx() == 0:
-                publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
+                publish_head(window, HEADS, rank, RANKS, epoch, signature, header_status(held, handle, status))
 """
 EARLY = HEAD.replace("last_block(local + BLOCKS_PACKED) == 1", "ops.block_idx() == 0")
 WAIT = "wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)"

@@ -13,6 +13,7 @@ import torch
 from ncclep_py.config import GroupConfig
 from ncclep_py.errors import Code, Phase, Status
 from ncclep_py.reference import fma32
+from ncclep_py.refusal import Refusal
 from ncclep_py.simulator import DeadlockError, Faults, OutOfBoundsError, RaceError, Simulator, UniformityError
 from ncclep_py.simulator.program import Program
 from ncclep_py.simulator.rows import fma, pack, unpack
@@ -311,7 +312,12 @@ def test_late_rank_is_named_and_the_next_operation_is_right(mode: str) -> None:
             p.combine(p.dispatch())
         p.sim.run()
         records = [p.record(rank) for rank in p.ranks]
-        assert all(r is None or r.culprit == late for rank, r in enumerate(records) if rank != late)
+        for rank, record in enumerate(records):
+            if record is not None and record.code == Code.REFUSED:   # by a rank that had no rows to combine: its own record says why
+                why = records[record.peer]
+                assert record.seen == Refusal.STALE and why is not None and (record.peer == late or why.culprit == late)
+            else:
+                assert record is None or rank == late or record.culprit == late
         if records[late] is not None:
             codes.add(records[late].code)
         assert [p.epoch(rank) for rank in p.ranks] == [5] * 3
@@ -319,7 +325,7 @@ def test_late_rank_is_named_and_the_next_operation_is_right(mode: str) -> None:
         p.play("D X C")
         p.sim.run()
         p.check()
-    assert codes and codes <= {Code.ABORTED, Code.LEFT_BEHIND, Code.TIMEOUT}
+    assert codes - {Code.REFUSED} and codes <= {Code.ABORTED, Code.LEFT_BEHIND, Code.TIMEOUT, Code.REFUSED}
 
 
 @pytest.mark.parametrize("mode", MODES)

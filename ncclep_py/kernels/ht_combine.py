@@ -32,7 +32,7 @@ def make_ht_combine(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
     end_token, warp_token, token_step = ops.end_token, ops.warp_token, ops.token_step
     begin_vector, end_vector = ops.begin_vector, ops.end_vector
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
-    read_header, check_header = ops.read_header, ops.check_header
+    read_header, header_status, check_header = ops.read_header, ops.header_status, ops.check_header
     last_block, op_code, clear_fail = ops.last_block, ops.op_code, ops.clear_fail
     trace_begin, stamp = ops.trace_begin, ops.stamp
     map_status, gather_row, gather_weights, check_rows = ops.ht_map_status, ops.ht_gather_row, ops.ht_gather_weights, ops.ht_check_rows
@@ -40,18 +40,18 @@ def make_ht_combine(shape: HTShape, ops: Vocabulary) -> Callable[..., None]:
     def ht_combine(window, rank, local, record, maps, out, grads, num_tokens, rows, rows_window, rows_at, slot, header,  # noqa: ANN001, ANN202
                    handle, signature, status, timeout):
         trace = trace_begin()
-        epoch, fail = read_epoch(local + EPOCH), local + FAIL
+        held, epoch, fail = read_header(header), read_epoch(local + EPOCH), local + FAIL
+        state = map_status(maps + HEADER, handle, status)
         # ---- 1 head: my experts' rows are written ----------------------------------------------------------------------
         trace = stamp(trace, HEAD)
         if block_idx() == 0:
             if warp_idx() == 0:
-                publish_head(window, HEADS, rank, RANKS, epoch, signature, map_status(maps + HEADER, handle, status))
+                publish_head(window, HEADS, rank, RANKS, epoch, signature, header_status(held, handle, state))
         # ---- 2 wait ----------------------------------------------------------------------------------------------------
         trace = stamp(trace, WAIT_HEADS)
-        held = read_header(header)
+        if state == 0:
+            check_header(held, handle, rank, epoch, fail, record)   # all refuse it by my HEAD; my record says more
         code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
-        if code == 0:
-            code = check_header(held, handle, rank, epoch, fail, record)
         # ---- 3 rows ----------------------------------------------------------------------------------------------------
         trace = stamp(trace, ROWS)
         if code == 0:

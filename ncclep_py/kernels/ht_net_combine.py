@@ -41,7 +41,8 @@ def make_ht_net_combine(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
     read_epoch, advance_epoch, read_count, advance_count = ops.read_epoch, ops.advance_epoch, ops.ht_net_count, ops.ht_net_advance
     publish_head, enter, wait_heads, wait_entered = ops.ht_net_publish_head, ops.ht_net_enter, ops.ht_net_wait_heads, ops.ht_net_wait_entered
     put, put_rows, put_tag, signal, wait_chunk = ops.ht_net_put, ops.ht_net_put_rows, ops.ht_net_put_tag, ops.ht_net_signal, ops.ht_net_wait_chunk
-    read_header, check_header, outcome, publish_abort = ops.read_header, ops.check_header, ops.outcome, ops.ht_net_publish_abort
+    read_header, header_status, check_header = ops.read_header, ops.header_status, ops.check_header
+    outcome, publish_abort = ops.outcome, ops.ht_net_publish_abort
     last_block, op_code, clear_fail = ops.last_block, ops.op_code, ops.clear_fail
     partial_row, partial_grads = ops.ht_net_partial_row, ops.ht_net_partial_grads
     reduce_row, reduce_grads = ops.ht_net_reduce_row, ops.ht_net_reduce_grads
@@ -51,23 +52,23 @@ def make_ht_net_combine(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                        handle, signature, status, timeout):
         trace = trace_begin()
         epoch, fail, count, code = read_epoch(local + EPOCH), local + FAIL, read_count(local + COUNT), 0
-        team, index = rank // TEAM, rank % TEAM
+        team, index, held = rank // TEAM, rank % TEAM, read_header(header)
+        state = map_status(maps + HEADER, handle, status)
+        if state == 0:
+            check_header(held, handle, rank, epoch, fail, record)   # all refuse it by my HEAD; my record says more
+            state = header_status(held, handle, state)
         trace = stamp(trace, HEAD)
         # ---- 1 head: my experts' rows are written, and everything my rail peers ever put is here --------------------------
         if block_idx() == 0:
-            state = map_status(maps + HEADER, handle, status)
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, TEAM, epoch, signature, state)
             code = enter(comm, window, HEADS, rank, RANKS, TEAM, CHANNELS, CONTEXTS, ADDS, count, epoch, signature, state, fail, record, timeout)
         trace = stamp(trace, WAIT_HEADS)
         # ---- 2 wait ------------------------------------------------------------------------------------------------------
-        held = read_header(header)
         if code == 0:
             code = wait_heads(window, HEADS, rank, RANKS, TEAM, epoch, signature, fail, record, timeout)
         if code == 0:
             code = wait_entered(comm, rank, RANKS, TEAM, CHANNELS, count, epoch, fail, record, timeout)
-        if code == 0:
-            code = check_header(held, handle, rank, epoch, fail, record)
         trace = stamp(trace, MOVE)
         # ---- 3 send: my team's sums for rail peers -----------------------------------------------------------------------
         channel = block_idx()

@@ -9,6 +9,7 @@ typedef unsigned int u32;
 
 enum Code { TIMEOUT = 1, ABORTED, REFUSED, MISMATCH, LEFT_BEHIND, OVERFLOW, STALE_SLOT };   // errors.Code
 enum Phase { HEAD = 1, COUNTS, ROWS, ARRIVED, SLOT };                                      // errors.Phase
+const int STALE = 6;   // refusal.Refusal
 enum Status { GO = 0, REFUSE = 1, ABORT = 2 };                                            // errors.Status
 
 extern __shared__ __align__(16) u32 ep_shared[];   // total[E], start[E], received[E], rows[tokens of the block][K], rows of tokens on their way
@@ -155,6 +156,7 @@ OP ep_store_header(i64 header, i64 epoch, i64 handle) {
   return 0;
 }
 OP ep_read_header(i64 header) { return ((const i64*)header)[1]; }   // by every lane: uniform without a shuffle, so nobody waits for it here
+OP ep_header_status(i64 held, i64 handle, i64 status) { return status == 0 && held != handle ? i64(REFUSE) << 24 | STALE : status; }
 OP ep_check_header(i64 held, i64 handle, i64 rank, i64 epoch, i64 fail, i64 record) {
   if (held != handle && threadIdx.x == 0) give_up(fail, record, STALE_SLOT, epoch, SLOT, rank, rank, rank, held, handle);
   return held == handle ? 0 : STALE_SLOT;

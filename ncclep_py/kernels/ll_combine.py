@@ -34,29 +34,29 @@ def make_ll_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., None]:
     fetch_routing, gather_row, sum_row = ops.fetch_routing, ops.gather_row, ops.sum_row
     RANK_MAJOR = shape.layout is Layout.RANK_MAJOR
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
-    read_header, check_header = ops.read_header, ops.check_header
+    read_header, header_status, check_header = ops.read_header, ops.header_status, ops.check_header
     last_block, op_code, clear_fail = ops.last_block, ops.op_code, ops.clear_fail
     trace_begin, stamp = ops.trace_begin, ops.stamp
 
     def ll_combine(window, rank, local, record, weights, out, num_tokens, payload, slot, table, header, handle, signature,  # noqa: ANN001, ANN202
                    status, timeout):
         trace = trace_begin()
-        epoch, fail = read_epoch(local + EPOCH), local + FAIL
+        held, epoch, fail = read_header(header), read_epoch(local + EPOCH), local + FAIL
         # ---- 1 head: my experts' rows are written ----------------------------------------------------------------------
         trace = stamp(trace, HEAD)
         if block_idx() == 0:
             if warp_idx() == 0:
-                publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
+                publish_head(window, HEADS, rank, RANKS, epoch, signature, header_status(held, handle, status))
         # ---- 2 wait; meanwhile what only this rank wrote comes ------------------------------------------------------------
-        held, token, end = read_header(header), warp_token(num_tokens), end_token(num_tokens)
+        token, end = warp_token(num_tokens), end_token(num_tokens)
         step = token_step(num_tokens)
         begin, stop = begin_vector(num_tokens, ROW_BYTES), end_vector(num_tokens, ROW_BYTES)
         if not RANK_MAJOR:
             fetch_routing(table, weights, token, end, TOPK)
         trace = stamp(trace, WAIT_HEADS)
+        if status == 0:
+            check_header(held, handle, rank, epoch, fail, record)   # all refuse it by my HEAD; my record says more
         code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
-        if code == 0:
-            code = check_header(held, handle, rank, epoch, fail, record)
         # ---- 3 rows ----------------------------------------------------------------------------------------------------
         trace = stamp(trace, ROWS)
         if code == 0:

@@ -28,7 +28,8 @@ def make_ll_net_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..., Non
     block_idx, warp_idx, blocks, warps = ops.block_idx, ops.warp_idx, ops.ht_net_blocks, ops.ht_net_warps
     read_epoch, advance_epoch, read_count, advance_count = ops.read_epoch, ops.advance_epoch, ops.ht_net_count, ops.ht_net_advance
     publish_head, enter, wait_heads, publish_abort = ops.ht_net_publish_head, ops.ll_net_enter, ops.ll_net_wait_heads, ops.ht_net_publish_abort
-    read_header, check_header, return_rows, gather_row = ops.read_header, ops.check_header, ops.ll_net_return_rows, ops.ll_net_gather_row
+    read_header, header_status, check_header = ops.read_header, ops.header_status, ops.check_header
+    return_rows, gather_row = ops.ll_net_return_rows, ops.ll_net_gather_row
     signal, put_tags, wait_data = ops.ll_net_signal, ops.ll_net_put_tags, ops.ll_net_wait_data
     last_block, op_code, outcome, clear_fail = ops.last_block, ops.op_code, ops.outcome, ops.clear_fail
     trace_begin, stamp = ops.trace_begin, ops.stamp
@@ -37,22 +38,23 @@ def make_ll_net_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..., Non
                        signature, status, timeout):
         trace = trace_begin()
         epoch, fail, count, code = read_epoch(local + EPOCH), local + FAIL, read_count(local + COUNT), 0
+        held = read_header(header)
+        state = header_status(held, handle, status)
+        if status == 0:
+            check_header(held, handle, rank, epoch, fail, record)   # all refuse it by my HEAD; my record says more
         trace = stamp(trace, HEAD)
         # ---- 1 head: my experts' rows are written, and what networked ranks ever put is here ------------------------------
         if block_idx() == 0:
             if warp_idx() == 0:
-                publish_head(window, HEADS, rank, RANKS, TEAM, epoch, signature, status)
-            code = enter(comm, window, HEADS, rank, RANKS, TEAM, CONTEXTS, count, epoch, signature, status, fail, record, timeout)
+                publish_head(window, HEADS, rank, RANKS, TEAM, epoch, signature, state)
+            code = enter(comm, window, HEADS, rank, RANKS, TEAM, CONTEXTS, count, epoch, signature, state, fail, record, timeout)
             if code != 0:
                 if warp_idx() == 0:
                     publish_abort(window, HEADS, ARRIVED, rank, RANKS, TEAM, epoch, fail)   # my other blocks wait for that
         # ---- 2 wait -------------------------------------------------------------------------------------------------------
         trace = stamp(trace, WAIT_HEADS)
-        held = read_header(header)
         if code == 0:
             code = wait_heads(comm, window, HEADS, rank, RANKS, TEAM, count, epoch, signature, fail, record, timeout)
-        if code == 0:
-            code = check_header(held, handle, rank, epoch, fail, record)
         # ---- 3 send rows back ---------------------------------------------------------------------------------------------
         trace = stamp(trace, ROWS)
         if code == 0:

@@ -33,26 +33,26 @@ def make_ll_nvfp4_combine(shape: KernelShape, ops: Vocabulary) -> Callable[..., 
     end_token, warp_token, token_step = ops.end_token, ops.warp_token, ops.token_step
     begin_vector, end_vector, pack_rows, sum_packed_row = ops.begin_vector, ops.end_vector, ops.pack_rows, ops.sum_packed_row
     publish_head, wait_heads, publish_abort = ops.publish_head, ops.wait_heads, ops.publish_abort
-    read_header, check_header = ops.read_header, ops.check_header
+    read_header, header_status, check_header = ops.read_header, ops.header_status, ops.check_header
     last_block, op_code, clear_fail = ops.last_block, ops.op_code, ops.clear_fail
     trace_begin, stamp = ops.trace_begin, ops.stamp
 
     def ll_nvfp4_combine(window, rank, local, record, row_scales, counters, weights, out, num_tokens, payload, slot, table,  # noqa: ANN001, ANN202
                          header, handle, signature, status, timeout):
         trace = trace_begin()
-        epoch, fail = read_epoch(local + EPOCH), local + FAIL
+        held, epoch, fail = read_header(header), read_epoch(local + EPOCH), local + FAIL
         # ---- 1 pack: my experts' rows ----------------------------------------------------------------------------------
         trace = stamp(trace, PACK)
         code = 0
         if status == 0:
-            code = check_header(read_header(header), handle, rank, epoch, fail, record)
+            code = check_header(held, handle, rank, epoch, fail, record)
             if code == 0:
                 pack_rows(payload, slot, rank, counters, row_scales, PLANES, CAPACITY, ROW_BYTES)
         # ---- 2 head: all blocks have packed ----------------------------------------------------------------------------
         trace = stamp(trace, HEAD)
         if last_block(local + BLOCKS_PACKED) == 1:
             if warp_idx() == 0:
-                publish_head(window, HEADS, rank, RANKS, epoch, signature, status)
+                publish_head(window, HEADS, rank, RANKS, epoch, signature, header_status(held, handle, status))
         # ---- 3 wait ----------------------------------------------------------------------------------------------------
         trace = stamp(trace, WAIT_HEADS)
         if wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout) != 0:

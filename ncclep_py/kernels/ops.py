@@ -143,6 +143,7 @@ OPS: dict[str, Op] = {op.name: op for op in (
     _op("clear_fail", "warp", "fail", "st.weak fail", "Nothing failed: so that 2^32 operations later nobody takes this failure for a new one."),
     _op("store_header", "warp", "header epoch handle", "st.weak header", "The slot now holds what `handle` dispatched in `epoch`."),
     _op("read_header", "warp", "header", "ld.weak header", "Handle whose dispatch the slot holds, 0 for none."),
+    _op("header_status", "warp", "held handle status", "", "`status`, or a refusal if `held` is not `handle`."),
     _op("check_header", "warp", "held handle rank epoch fail record", "", "Non-zero if `held` is not `handle`.", may_fail=True),
     _op("last_block", "block", "counter", "bar.sync; atom.acq_rel.gpu blocks_done; bar.sync",
         "1 in the block that comes here last, 0 in all others. What the other blocks did before is ordered before what follows."),

@@ -5,7 +5,7 @@ OP ep_outcome(i64 fail, i64 epoch, i64 status) {
   u64 v = __shfl_sync(~0u, load_relaxed_gpu(fail), 0);
   u32 code = u32(v) & 255, culprit = u32(v) >> 8;
   if (u32(v >> 32) != u32(epoch) || code == REFUSED || code == MISMATCH) return status;   // nothing, or what every rank sees itself
-  if (code == STALE_SLOT) return i64(REFUSE) << 24 | 6;                                   // refusal.Refusal.STALE
+  if (code == STALE_SLOT) return i64(REFUSE) << 24 | STALE;
   return code ? i64(ABORT) << 24 | culprit : status;
 }
 

@@ -12,6 +12,7 @@ from greenlet import getcurrent
 
 from ncclep_py.errors import SPREADS, Code, Phase, Status
 from ncclep_py.kernels.ops import NET_OPS, OPS, Vocabulary
+from ncclep_py.refusal import Refusal
 from ncclep_py.simulator import (
     ht_net_ops,
     ht_ops,
@@ -143,6 +144,10 @@ def _store_header(call: Call, task: Task, header: int, epoch: int, handle: int) 
 
 def _read_header(call: Call, task: Task, header: int) -> int:
     return call.perform(task, (header,), {"header": lambda a: int(a.read(header, 16).view(np.int64)[1])})
+
+
+def _header_status(call: Call, task: Task, held: int, handle: int, status: int) -> int:
+    return Status.REFUSED << 24 | Refusal.STALE if status == 0 and held != handle else status
 
 
 def _check_header(call: Call, task: Task, held: int, handle: int, rank: int, epoch: int, fail: int, record: int) -> int:
