@@ -60,6 +60,8 @@ WIRES = [Wire(512, 128), Wire(512, 16, True)]
 
 
 def equal(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    if got.is_cuda:   # a copy to the host that has to wait holds the driver, and the plugin's copies would wait behind it
+        torch.cuda.current_stream(got.device).synchronize()
     assert bits_equal(got.cpu(), want), f"{what}: {first_difference(got.cpu(), want)}"
 
 

@@ -48,7 +48,13 @@ def test_processes_meet_and_learn_that_one_gave_up() -> None:
     assert told.get(timeout=60) == 1
 
 
-def connected(rank: int, ranks: int) -> types.SimpleNamespace:
+def connected(rank: int, ranks: int, gpus: int, ids: Any) -> types.SimpleNamespace:
+    """As over NCCL, rank 0 tells the others what they connect with."""
+    if rank == 0:
+        for _ in range(ranks - 1):
+            ids.put(b"an id")
+    elif ids.get(timeout=60) != b"an id":
+        raise ValueError("rank 0's id did not come")
     return types.SimpleNamespace(rank=rank, num_ranks=ranks, jobs=[])
 
 
@@ -82,7 +88,7 @@ def test_a_process_that_died_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         world.run(counted, "die")
 
 
-def connected_as_rank_1(rank: int, ranks: int) -> types.SimpleNamespace:
+def connected_as_rank_1(rank: int, ranks: int, gpus: int, ids: Any) -> types.SimpleNamespace:
     return types.SimpleNamespace(rank=1, jobs=[])
 
 
@@ -176,7 +182,7 @@ def test_clocks_are_asked_of_nvml_then_of_nvidia_smi_else_not_known(monkeypatch:
         assert machine.clocks("cuda:0") == want
 
 
-def over_gloo(rank: int, ranks: int, folder: str) -> types.SimpleNamespace:
+def over_gloo(rank: int, ranks: int, gpus: int, ids: Any, folder: str) -> types.SimpleNamespace:
     """A rank whose peers can be reached by gloo only."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)

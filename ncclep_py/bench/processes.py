@@ -92,6 +92,11 @@ class ProcessWorld:
     """`ranks` processes, each with a communicator of its own, spread over `gpus` devices.
 
     After a job that failed they are gone, and this is closed.
+
+    Args:
+        ranks: how many.
+        gpus: devices they share.
+        connect: ``connect(rank, ranks, gpus, ids)`` makes a rank's communicator; `ids`: a queue all share. Default: over NCCL.
     """
 
     def __init__(self, ranks: int, gpus: int = 1, connect: Callable[..., Any] | None = None) -> None:
@@ -99,8 +104,8 @@ class ProcessWorld:
         self.ranks, self.closed = ranks, False
         self.results, barrier = context.Queue(), SpinBarrier(ranks)
         self.orders = [context.Queue() for _ in range(ranks)]
-        connected = () if connect else (gpus, context.Queue())
-        self.processes = [context.Process(target=_serve, args=(r, ranks, connect or _communicator, connected, self.orders[r], barrier, self.results),
+        self.ids = context.Queue()   # kept, like the others: a queue that is collected is gone before its processes have opened it
+        self.processes = [context.Process(target=_serve, args=(r, ranks, connect or _communicator, (gpus, self.ids), self.orders[r], barrier, self.results),
                                           daemon=True) for r in range(ranks)]
         for p in self.processes:
             p.start()

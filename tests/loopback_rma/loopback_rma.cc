@@ -6,6 +6,9 @@
 // Ranks of one process: a put is a copy. Ranks of several processes: the bytes travel through a ring in shared memory that the receiver empties.
 // Interface: NCCL's RMA plugin version 14, declared here by hand from its public description (NCCL 2.30 to 2.32 take it).
 //
+// The copies are the CUDA driver's. A copy to pageable memory that must wait (`tensor.cpu()` behind a kernel) holds the driver meanwhile, and the network
+// stands still: wait for the stream first.
+//
 // Environment, read when NCCL calls `init` (tests call `loopback_configure` instead):
 //   LOOPBACK_DELAY_US     a put or signal waits up to so many microseconds (0: none), and again between reading its bytes and writing them
 //   LOOPBACK_REORDER=1    puts pass each other and land in pieces; only a signal waits, for all earlier puts of its (source, context, target)
@@ -64,7 +67,7 @@ struct Driver {
 } driver;
 
 struct Gpu { CUcontext context; CUstream stream; };   // one stream each: what is issued in order happens in order
-std::map<int, Gpu> gpus;
+auto& gpus = *new std::map<int, Gpu>;   // this and what is below is never destroyed: NCCL's threads may still be here when the process ends
 
 Gpu* gpu_of(int ordinal) {
   if (!driver.load()) return nullptr;
@@ -135,10 +138,10 @@ std::mt19937_64 draw;
 bool manual_clock = false;
 uint64_t manual_now = 0, sequence = 0, concerned = 0;
 uint64_t counts[6];   // puts, signals, delivered, lost, passed (landed before an earlier one of its source and target), through rings
-std::map<std::string, std::vector<Endpoint*>> groups;
-std::vector<Endpoint*> endpoints;
-std::map<uint64_t, uint64_t> signal_value;   // last value of each signal word on a GPU; this process is its only writer
-std::deque<std::unique_ptr<Op>> pending;     // by sequence
+auto& groups = *new std::map<std::string, std::vector<Endpoint*>>;
+auto& endpoints = *new std::vector<Endpoint*>;
+auto& signal_value = *new std::map<uint64_t, uint64_t>;   // last value of each signal word on a GPU; this process is its only writer
+auto& pending = *new std::deque<std::unique_ptr<Op>>;     // by sequence
 
 uint64_t now_us() {
   if (manual_clock) return manual_now;
