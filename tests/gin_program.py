@@ -284,13 +284,18 @@ def program_of(scenario: str, ranks: int, team: int) -> Callable[[Any], None]:
     return lambda comm: high(comm, steps, combined)
 
 
-def used_network() -> str:
-    """What the loopback plugin of this process moved, to be sure that it was used."""
+def open_plugin() -> ctypes.CDLL | None:
+    """The loopback plugin, if it is used; NCCL closes it with its last communicator, and its counts would go with it."""
     path = os.environ.get("NCCL_RMA_PLUGIN")
-    if not path or not os.path.exists(path):
+    return ctypes.CDLL(path) if path and os.path.exists(path) else None
+
+
+def used_network(plugin: ctypes.CDLL | None) -> str:
+    """What the plugin moved in this process, to be sure that it was used."""
+    if plugin is None:
         return "no loopback plugin"
     words = (ctypes.c_uint64 * 6)()
-    ctypes.CDLL(path).loopback_counts(words)
+    plugin.loopback_counts(words)
     return " ".join(f"{name}={n}" for name, n in zip(("puts", "signals", "landed", "lost", "passed", "rings"), words, strict=True))
 
 
@@ -298,7 +303,7 @@ def run(options: argparse.Namespace) -> int:
     """Run a scenario and say that all was equal."""
     ranks = int(os.environ["WORLD_SIZE"]) if options.processes else options.ranks
     topology = Topology(ranks, ranks // options.teams)
-    program = program_of(options.scenario, ranks, topology.team_size)
+    program, plugin = program_of(options.scenario, ranks, topology.team_size), open_plugin()
     if options.processes:
         with Communicator.from_environment() as comm:
             told = [comm.topology]
@@ -312,7 +317,7 @@ def run(options: argparse.Namespace) -> int:
         if not options.scenario.endswith("_lost"):
             world.close()
     assert all(t == topology for t in told), f"NCCL made {told[0]}, {topology} was asked for (NCCL_LSA_TEAM_SIZE)"
-    sys.stdout.write(f"{who}{options.scenario}: bitwise equal, {topology.num_teams} teams; {used_network()}\n")
+    sys.stdout.write(f"{who}{options.scenario}: bitwise equal, {topology.num_teams} teams; {used_network(plugin)}\n")
     sys.stdout.flush()
     if options.scenario.endswith("_lost"):
         os._exit(0)   # ranks are gone: nothing collective can end this

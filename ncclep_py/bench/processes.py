@@ -105,8 +105,8 @@ class ProcessWorld:
         self.results, barrier = context.Queue(), SpinBarrier(ranks)
         self.orders = [context.Queue() for _ in range(ranks)]
         self.ids = context.Queue()   # kept, like the others: a queue that is collected is gone before its processes have opened it
-        self.processes = [context.Process(target=_serve, args=(r, ranks, connect or _communicator, (gpus, self.ids), self.orders[r], barrier, self.results),
-                                          daemon=True) for r in range(ranks)]
+        self.processes = [context.Process(target=_serve, daemon=True, args=(r, ranks, connect or _communicator, (gpus, self.ids), self.orders[r],
+                                                                            barrier, self.results)) for r in range(ranks)]
         for p in self.processes:
             p.start()
 
