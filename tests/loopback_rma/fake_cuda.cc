@@ -2,6 +2,7 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -39,6 +40,7 @@ FAKE cuDeviceGet(CUdevice* device, int ordinal) { *device = ordinal; return CUDA
 FAKE cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) { *context = reinterpret_cast<CUcontext>(&contexts[device]); return CUDA_SUCCESS; }
 FAKE cuCtxSetCurrent(CUcontext context) { current = context; return CUDA_SUCCESS; }
 FAKE cuCtxGetCurrent(CUcontext* context) { *context = current; return CUDA_SUCCESS; }
+FAKE cuMemHostAlloc(void** to, size_t bytes, unsigned) { *to = malloc(bytes); return current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
 FAKE cuStreamCreateWithPriority(CUstream* stream, unsigned, int) { *stream = reinterpret_cast<CUstream>(new Stream); return CUDA_SUCCESS; }
 FAKE cuStreamSynchronize(CUstream stream) { HOLD; while (!reinterpret_cast<Stream*>(stream)->work.empty()) advance(reinterpret_cast<Stream*>(stream)); return CUDA_SUCCESS; }
 FAKE cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {

@@ -37,7 +37,9 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace {
@@ -49,7 +51,7 @@ constexpr size_t kRingBytes = size_t(4) << 20, kPieceBytes = size_t(256) << 10;
 // libcuda is looked up at run time: tests on host memory run where there is none.
 struct Driver {
   decltype(&cuInit) init; decltype(&cuDeviceGet) device; decltype(&cuDevicePrimaryCtxRetain) retain; decltype(&cuCtxSetCurrent) set; decltype(&cuCtxGetCurrent) get;
-  decltype(&cuStreamCreateWithPriority) stream; decltype(&cuStreamSynchronize) wait; decltype(&cuMemcpyAsync) copy;
+  decltype(&cuMemHostAlloc) pinned; decltype(&cuStreamCreateWithPriority) stream; decltype(&cuStreamSynchronize) wait; decltype(&cuMemcpyAsync) copy;
   CUresult (*write64)(CUstream, CUdeviceptr, cuuint64_t, unsigned); decltype(&cuPointerGetAttribute) attribute;
   CUresult (*event)(CUevent*, unsigned); CUresult (*record)(CUevent, CUstream); CUresult (*query)(CUevent); CUresult (*destroy)(CUevent);
   bool ready = false;
@@ -59,7 +61,7 @@ struct Driver {
     if (ready) return true;
     void* library = dlopen("libcuda.so.1", RTLD_NOW);
     return ready = library && find(library, "cuInit", init) && find(library, "cuDeviceGet", device) && find(library, "cuDevicePrimaryCtxRetain", retain) &&
-                   find(library, "cuCtxSetCurrent", set) && find(library, "cuCtxGetCurrent", get) && find(library, "cuStreamCreateWithPriority", stream) && find(library, "cuStreamSynchronize", wait) &&
+                   find(library, "cuCtxSetCurrent", set) && find(library, "cuCtxGetCurrent", get) && find(library, "cuMemHostAlloc", pinned) && find(library, "cuStreamCreateWithPriority", stream) && find(library, "cuStreamSynchronize", wait) &&
                    find(library, "cuMemcpyAsync", copy) && find(library, "cuStreamWriteValue64_v2", write64) &&
                    find(library, "cuPointerGetAttribute", attribute) && find(library, "cuEventCreate", event) && find(library, "cuEventRecord", record) &&
                    find(library, "cuEventQuery", query) && find(library, "cuEventDestroy_v2", destroy) && init(0) == CUDA_SUCCESS;
@@ -89,6 +91,38 @@ struct KeepContext {
   bool kept;
   KeepContext() : kept(driver.ready && driver.get(&before) == CUDA_SUCCESS) {}
   ~KeepContext() { if (kept) driver.set(before); }
+};
+
+// Bytes on their way. A copy between a GPU and pageable memory would wait, and everybody with it, so they lie in pinned memory; it is allocated once,
+// before kernels run, since the driver waits for these when it allocates.
+constexpr size_t kArenaBytes = size_t(64) << 20;
+struct Arena {
+  char* memory = nullptr;
+  size_t used = 0;
+  std::map<size_t, std::vector<char*>> free{};   // by size
+
+  void open() {
+    void* made = nullptr;
+    if (!memory && !driver.pinned(&made, kArenaBytes, 0)) memory = static_cast<char*>(made);
+  }
+  static size_t rounded(size_t bytes) { size_t n = 64; while (n < bytes) n *= 2; return n; }
+  char* take(size_t bytes) {
+    size_t n = rounded(bytes);
+    auto& same = free[n];
+    if (!same.empty()) { char* p = same.back(); same.pop_back(); return p; }
+    if (memory && used + n <= kArenaBytes) { used += n; return memory + used - n; }
+    return static_cast<char*>(malloc(n));
+  }
+  void give(char* p, size_t bytes) { free[rounded(bytes)].push_back(p); }
+};
+auto& arena = *new Arena;
+struct Held {
+  char* data = nullptr;
+  size_t bytes = 0;
+  Held() = default;
+  Held(const Held&) = delete;
+  ~Held() { if (data) arena.give(data, bytes); }
+  void resize(size_t n) { data = arena.take(bytes = n); }
 };
 
 // ---- ranks, memory -------------------------------------------------------------------------------------------------------
@@ -125,7 +159,7 @@ struct Op {
   Region* from; uint64_t from_offset; size_t bytes; int region; uint64_t offset;
   bool signal; int signal_region; uint64_t signal_offset, value; uint32_t op;
   CUevent event = nullptr;
-  std::vector<char> held{};
+  Held held{};
   Request* request = nullptr;
   bool completed = false;
 };
@@ -142,6 +176,9 @@ auto& groups = *new std::map<std::string, std::vector<Endpoint*>>;
 auto& endpoints = *new std::vector<Endpoint*>;
 auto& signal_value = *new std::map<uint64_t, uint64_t>;   // last value of each signal word on a GPU; this process is its only writer
 auto& pending = *new std::deque<std::unique_ptr<Op>>;     // by sequence
+using Lane = std::tuple<Endpoint*, uint32_t, int>;          // source, target, context
+auto& unwritten = *new std::map<Lane, std::set<uint64_t>>;   // sequences of what has not been written yet
+uint64_t last_progress = 0;
 
 uint64_t now_us() {
   if (manual_clock) return manual_now;
@@ -238,16 +275,15 @@ void complete(Op& op) {
   if (!op.completed && op.request && --op.request->parts == 0) op.request->done = true;
   op.completed = true;
 }
-// A signal waits for the earlier puts of its source, context and target; without reordering everything waits for what is earlier there.
-bool may_write(const Op& op) {
-  if (settings.reorder && !op.signal) return true;
-  for (auto& other : pending) {
-    if (other->sequence >= op.sequence) return true;
-    if (other->state != State::kWriting && other->source == op.source && other->context == op.context && other->target == op.target &&
-        (!settings.reorder || !other->signal || op.signal))
-      return false;
+// A signal waits for what is earlier of its source, context and target; without reordering everything does.
+Lane lane_of(const Op& op) { return {op.source, op.target, op.context}; }
+bool may_write(const Op& op) { return (settings.reorder && !op.signal) || *unwritten[lane_of(op)].begin() == op.sequence; }
+bool passes_another(const Op& op) {   // of its source and target, on any context
+  for (auto lane = unwritten.lower_bound({op.source, op.target, 0}); lane != unwritten.end(); ++lane) {
+    if (std::get<0>(lane->first) != op.source || std::get<1>(lane->first) != op.target) break;
+    if (!lane->second.empty() && *lane->second.begin() < op.sequence) return true;
   }
-  return true;
+  return false;
 }
 ncclResult_t record(Op& op, Gpu* gpu) {
   if (!gpu) return ncclSuccess;
@@ -258,8 +294,8 @@ bool finished(const Op& op) { return !op.event || driver.query(op.event) == CUDA
 
 ncclResult_t write(Op& op) {
   Endpoint* peer = (*op.source->group)[op.target];
-  const char* from = op.held.empty() ? (op.from ? op.from->address + op.from_offset : nullptr) : op.held.data();
-  const Region* from_region = op.held.empty() ? op.from : nullptr;
+  const char* from = op.held.data ? op.held.data : op.from ? op.from->address + op.from_offset : nullptr;
+  const Region* from_region = op.held.data ? nullptr : op.from;
   Gpu* gpu = nullptr;
   Ring* ring = op.source->rings[op.target];
   if (ring) {   // another process
@@ -282,10 +318,8 @@ ncclResult_t write(Op& op) {
     }
     ++counts[2];
   }
-  for (auto& other : pending) {
-    if (other->sequence >= op.sequence) break;
-    if (other->state != State::kWriting && other->source == op.source && other->target == op.target) { ++counts[4]; break; }
-  }
+  if (passes_another(op)) ++counts[4];
+  unwritten[lane_of(op)].erase(op.sequence);
   op.state = State::kWriting;
   return record(op, gpu);
 }
@@ -299,7 +333,7 @@ ncclResult_t step(Op& op, uint64_t now, bool* moved) {
     if (hold && op.bytes) {
       op.held.resize(op.bytes);
       Gpu* gpu;
-      if (auto error = move(op.held.data(), nullptr, op.from->address + op.from_offset, op.from, op.bytes, &gpu)) return error;
+      if (auto error = move(op.held.data, nullptr, op.from->address + op.from_offset, op.from, op.bytes, &gpu)) return error;
       op.state = State::kReading;
       *moved = true;
       return record(op, gpu);
@@ -324,7 +358,7 @@ ncclResult_t progress_all() {
   for (auto* me : endpoints)
     if (auto error = empty_inbox(me)) return error;
   if (pending.empty()) return ncclSuccess;
-  uint64_t now = now_us();
+  uint64_t now = last_progress = now_us();
   std::vector<Op*> order;
   for (auto& op : pending) order.push_back(op.get());
   if (settings.reorder) std::shuffle(order.begin(), order.end(), draw);
@@ -342,6 +376,9 @@ ncclResult_t progress_all() {
   pending.erase(std::remove(pending.begin(), pending.end(), nullptr), pending.end());
   return ncclSuccess;
 }
+
+// NCCL's threads ask far more often than anything can have happened.
+ncclResult_t progress_now_and_then() { return manual_clock || now_us() - last_progress >= 10 ? progress_all() : ncclSuccess; }
 
 // ---- NCCL's interface ----------------------------------------------------------------------------------------------------
 uint64_t number_of(const char* name) { const char* text = getenv(name); return text ? strtoull(text, nullptr, 10) : 0; }
@@ -426,7 +463,11 @@ ncclResult_t register_region(void* endpoint, void* data, size_t bytes, int kind,
   auto* me = static_cast<Endpoint*>(endpoint);
   int device = 0;
   if (kind == kCudaPointer && !driver.load()) return ncclUnhandledCudaError;
-  if (kind == kCudaPointer && driver.attribute(&device, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, CUdeviceptr(data))) device = 0;
+  if (kind == kCudaPointer) {
+    KeepContext keep;
+    if (driver.attribute(&device, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, CUdeviceptr(data))) device = 0;
+    if (gpu_of(device)) arena.open();
+  }
   auto* r = new Region{static_cast<char*>(data), bytes, kind, device, int(me->regions.size())};
   me->regions.push_back(r);
   signal_value.erase(signal_value.lower_bound(uint64_t(data)), signal_value.lower_bound(uint64_t(data) + bytes));   // memory that is used again
@@ -450,6 +491,9 @@ ncclResult_t close_endpoint(void* endpoint) {
   for (auto& op : pending)
     if (op->source == me || (op->source->group == me->group && int(op->target) == me->rank)) op.reset();
   pending.erase(std::remove(pending.begin(), pending.end(), nullptr), pending.end());
+  unwritten.clear();
+  for (auto& op : pending)
+    if (op->state != State::kWriting) unwritten[lane_of(*op)].insert(op->sequence);
   (*me->group)[me->rank] = nullptr;
   endpoints.erase(std::remove(endpoints.begin(), endpoints.end(), me), endpoints.end());
   shm_unlink(me->ring_name.c_str());
@@ -463,6 +507,7 @@ void add(Endpoint* me, int c, uint32_t target, Region* from, uint64_t from_off, 
                                   signal_region, signal_off, value, op});
   made->request = request;
   ++request->parts;
+  unwritten[lane_of(*made)].insert(made->sequence);
   pending.push_back(std::move(made));
 }
 ncclResult_t put_signal(void* ctx, int c, uint64_t from_off, void* from, size_t bytes, uint64_t to_off, void* to, uint32_t rank,
@@ -513,7 +558,7 @@ ncclResult_t test(void*, void* request, int* done) {
   KeepContext keep;
   auto* r = static_cast<Request*>(request);
   if (!r->done)
-    if (auto error = progress_all()) return error;
+    if (auto error = progress_now_and_then()) return error;
   *done = r->done;
   if (*done) delete r;
   return ncclSuccess;
@@ -521,7 +566,7 @@ ncclResult_t test(void*, void* request, int* done) {
 ncclResult_t progress(void*) {
   std::lock_guard<std::mutex> hold(lock);
   KeepContext keep;
-  return progress_all();
+  return progress_now_and_then();
 }
 ncclResult_t last_error(void*, bool* failed) { *failed = false; return ncclSuccess; }
 
