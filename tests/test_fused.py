@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -119,3 +120,13 @@ def test_values_keep_their_bits():
 def test_line_information_of_device_functions_can_be_kept():
     made = compile_kernel(spec("ll_combine"), lineinfo=True)
     assert b".debug_line" in made.cubin and b"lane_ops" not in made.cubin and made.info["stack"] == 0
+
+
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major", "flat"])
+def test_the_script_for_profilers_runs(layout: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parent.parent / "scripts")
+    import profile_pair
+
+    small = ["--ranks", "2", "--tokens", "3", "--experts", "4", "--topk", "2", "--hidden", "64"]
+    assert profile_pair.main(["--layout", layout, "--backend", "sim", *small]) == 3
+    assert f"{layout}: 3 pairs on 2 ranks" in capsys.readouterr().out
