@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import Any
 
 import pytest
@@ -202,8 +204,12 @@ def test_programs_in_threads_end_with_their_errors() -> None:
 
 
 # ---- operators, for torch.compile ------------------------------------------------------------------------------------------------
+NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))),
+                                    reason="torch's inductor compiles for the CPU with a C++ compiler")
+
+
 @pytest.mark.parametrize("layout", [Layout.FLAT, Layout.EXPERT_MAJOR])
-@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
 def test_operators_give_the_gradients_of_the_functions(backend: str | None, layout: Layout) -> None:
     """Two layers in a row through the operators, plain and compiled, against `ep_dispatch` and `ep_combine`; new routings without recompiling."""
     from ncclep_py import compiled_ops as ops
