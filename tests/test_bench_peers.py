@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import multiprocessing as mp
 import pathlib
 import types
@@ -107,9 +108,13 @@ def test_nccl_ep_is_given_what_its_layouts_want(algorithm: str, layout: str, fie
     stand.Layout = types.SimpleNamespace(EXPERT_MAJOR="em", RANK_MAJOR="rm", FLAT="flat")   # type: ignore[attr-defined]
     stand.Group = types.SimpleNamespace(create=lambda comm, config: stand)   # type: ignore[attr-defined]
     monkeypatch.setattr(nccl_ep, "_stream", lambda: 7)
+    monkeypatch.setenv("NCCL_HOME", "ours")
+    monkeypatch.setenv("NCCL_EP_HOME", "of nccl.ep, found by itself")
+    monkeypatch.setenv("NCCLEP_PEER_NCCL_HOME", "theirs")
     case = dataclasses.replace(TOY, algorithm=algorithm, layout=layout)
     comm: Any = types.SimpleNamespace(rank=0, comm="comm", device=torch.device("cpu"), synchronize=lambda: None, barrier=lambda: None)
     subject = nccl_ep.NcclEpSubject(comm, case, stand)
+    assert (os.environ["NCCL_HOME"], os.environ["NCCL_EP_HOME"]) == ("theirs", "of nccl.ep, found by itself")
     config = stand.named("GroupConfig")[0][1]
     assert config["max_token_bytes"] == 1024 and config["num_experts"] == 16 and config["max_num_sms"] == 2
     assert config.get("max_recv_tokens_per_rank") == (None if algorithm == "ll" else 5 * 2 * (3 if layout == "expert_major" else 1))

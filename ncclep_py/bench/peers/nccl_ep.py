@@ -1,6 +1,6 @@
 """NVIDIA's ``nccl.ep`` (wheel nccl-extensions), one process per rank, through its public Python names.
 
-It compiles kernels at run time with the NCCL headers it was built with: where these are not NCCL_HOME's, let NCCL_EP_HOME name their folder.
+It compiles kernels at run time with the NCCL headers it was built with: where these are not NCCL_HOME's, let NCCLEP_PEER_NCCL_HOME name their folder.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["NcclEpSubject"]
 
+HEADERS = "NCCLEP_PEER_NCCL_HOME"
+"""A name of ours: nccl.ep has an NCCL_EP_HOME, the folder of its own headers."""
+
 
 class NcclEpSubject(Subject):
     """Experts are the identity; combined rows are compared to a relative error of 1e-2, since its sums are rounded between ranks."""
@@ -29,8 +32,8 @@ class NcclEpSubject(Subject):
 
     def __init__(self, comm: Communicator, case: Case, ep: Any = None) -> None:
         super().__init__(comm, case)
-        if os.environ.get("NCCL_EP_HOME"):
-            os.environ["NCCL_HOME"] = os.environ["NCCL_EP_HOME"]   # of this process, in which nothing of ours is compiled
+        if os.environ.get(HEADERS):
+            os.environ["NCCL_HOME"] = os.environ[HEADERS]   # of this process, in which nothing of ours is compiled
         ep = self.ep = importlib.import_module("nccl.ep") if ep is None else ep
         low_latency = case.algorithm == "ll"
         config: dict[str, Any] = dict(num_experts=case.experts, max_dispatch_tokens_per_rank=case.tokens, max_token_bytes=case.row_bytes,
