@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import multiprocessing as mp
+import os
 import pathlib
 import types
 from typing import Any
