@@ -1,6 +1,6 @@
 """LOW_LATENCY groups and handles whose ranks form several teams; calls and results are those of one team. Protocol: ``ncclep_py.ll_net_map``.
 
-Built are EXPERT_MAJOR dispatch and combine of rows as they are. Refused by a sentence: RANK_MAJOR, recipes, staged operations, masks, user windows.
+Refused by a sentence: NVFP4 combine, staged operations, masks, user windows.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ncclep_py.arguments import refused
-from ncclep_py.config import CombineQuant, DispatchQuant, HandleConfig, Layout
+from ncclep_py.config import CombineQuant, HandleConfig, Layout
 from ncclep_py.errors import Status
 from ncclep_py.group import Group
 from ncclep_py.handle import Handle
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = ["LLNetGroup", "LLNetHandle"]
 
-KERNEL_NAMES = {"ll_dispatch": "ll_net_dispatch", "ll_combine": "ll_net_combine", "ll_copy": "ll_copy"}
+KERNEL_NAMES = {"ll_dispatch": "ll_net_dispatch", "ll_rank_major_dispatch": "ll_net_rank_major_dispatch", "ll_combine": "ll_net_combine",
+                "ll_copy": "ll_copy"}
 
 
 def _missing(what: str) -> NotImplementedError:
-    return NotImplementedError(f"{what} is not built yet for ranks in several teams; use EXPERT_MAJOR rows as they are, or one team")
+    return NotImplementedError(f"{what} is not built yet for ranks in several teams; leave it out, or use one team")
 
 
 class LLNetGroup(Group):
@@ -44,8 +45,7 @@ class LLNetGroup(Group):
     """
 
     def __init__(self, comm: Communicator, config: GroupConfig) -> None:
-        for unwanted, what in ((config.enable_mask, "enable_mask"), (config.num_staging_slots, "num_staging_slots"),
-                               (config.slot_layout is Layout.RANK_MAJOR, "slot_layout RANK_MAJOR")):
+        for unwanted, what in ((config.enable_mask, "enable_mask"), (config.num_staging_slots, "num_staging_slots")):
             if unwanted:
                 raise _missing(what)
         self.device = comm.device_communicator(device_needs(config, comm.topology))
@@ -67,10 +67,8 @@ class LLNetGroup(Group):
     @on_stream
     def create_handle(self, layout: Layout, topk_idx: torch.Tensor | None = None, *, num_topk: int | None = None, idx_dtype: Any = None,
                       config: HandleConfig | None = None, layout_info: LayoutInfo | None = None) -> Handle:
-        """As `Group.create_handle`, for EXPERT_MAJOR."""
+        """As `Group.create_handle`."""
         self._check_open("create_handle")
-        if layout == Layout.RANK_MAJOR:
-            raise _missing("layout RANK_MAJOR")
         if layout_info is not None:
             raise ValueError(f"layout_info must be left out of a LOW_LATENCY handle, got {type(layout_info).__name__}; give it to dispatch")
         return LLNetHandle(self, next(self._handle_ids), layout, topk_idx, num_topk, idx_dtype, config or HandleConfig())
@@ -102,11 +100,6 @@ class LLNetHandle(Handle):
 
     group: LLNetGroup
 
-    def _check_dispatch(self, given: Any, weights: Any, made: Any, counts: Any, config: Any, slot: int) -> Any:
-        if config.quant_recipe is not DispatchQuant.NONE:
-            raise refused(_missing(f"quant_recipe {config.quant_recipe.name}"), Refusal.OTHER)
-        return super()._check_dispatch(given, weights, made, counts, config, slot)
-
     def _check_combine(self, given: Any, made: Any, weights: Any, config: Any, slot: int) -> None:
         if config.quant_recipe is not CombineQuant.NONE:
             raise refused(_missing(f"quant_recipe {config.quant_recipe.name}"), Refusal.OTHER)
@@ -119,10 +112,11 @@ class LLNetHandle(Handle):
         plan, local_map = group.map, group.local_map
         local, record = group.addresses()
         stamp = self.id << 32 | (self._held if combine else self._generation)
-        signature = group.signature(OpKind.COMBINE if combine else OpKind.DISPATCH, self.layout, slot, self.num_topk)
-        values = (group.device.address, group.window.handle, group.rank, local, record, *(own if combine else own[:4]), *((1,) if combine else ()),
+        signature = group.signature(OpKind.COMBINE if combine else OpKind.DISPATCH, self.layout, slot, self.num_topk, global_ids, sent)
+        values = (group.device.address, group.window.handle, group.rank, local, record, *own, *((1,) if combine else ()),
                   plan.slot(slot), local + local_map.table(slot), local + group.net.slot_remote(slot), local + local_map.header(slot), stamp,
                   signature, status, group.config.wait_ns)
+        kernel = self._kernel(name, None if sent is None else sent.wire)
         group.keep(tensors)
-        if group.comm.submit(self._kernel(name), values, group.num_blocks, name, tensors, refusing=status != Status.GO):
+        if group.comm.submit(kernel, values, group.num_blocks, name, tensors, refusing=status != Status.GO):
             group.check()

@@ -1,28 +1,36 @@
 """Every byte offset and signal of LOW_LATENCY over several teams, and why no late put is ever taken for data. Pure integers.
 
 Rank r = team * team_size + index. Ranks of a team address each other's memory as ever; all others are *networked*: a rank puts to each of them
-directly. What is for direct peers goes straight into its final place, as in one team. To a networked rank a row travels once, as a message
-{epoch, K global rows, row} into the receiver's staging; a global row names an expert and the number of earlier rows of mine for it, so that sending
-waits for no counts. The receiver knows how many rows lower ranks send to its experts (COUNTS inside the team, NET_COUNTS over the network), copies
-each row to its place, and keeps where it put it (REMOTE, of the slot). Combine puts each of these rows back to the source's staging, which has a
-place for every (token, k); the source adds direct rows and these in k order. So rows, their order and the bits of every sum are those of one team.
+directly. What is for direct peers goes straight into its final place, as in one team. To a networked rank a row travels once, as a message {epoch, K
+global rows, row} into the receiver's staging; a global row names an expert and the number of earlier rows of mine for it, so that sending waits for
+no counts. The receiver knows how many rows lower ranks send to its experts (COUNTS inside the team, NET_COUNTS over the network), copies each row to
+its place, and keeps where it put it (REMOTE, of the slot). Combine puts each of these rows back to the source's staging, which has a place for every
+(token, k); the source adds direct rows and these in k order. So rows, their order and the bits of every sum are those of one team.
 
-A signal lands after all puts that were issued before it on its context and to its rank; nothing else orders puts. Each networked source has at
-each rank a HEAD signal (context 0, one add per operation) and on every context a DATA signal: one add per operation, on context 0 two, the first of
-them after the counts. These adds are made in every operation, also in one that is refused or given up. The local block counts operations
+In RANK_MAJOR a global row names a rank and the row's place there, which nobody else has a say in; it stands at the first k with that rank. The
+message holds K ids and weights, too, and the receiver keeps of the ids those of its own experts. No counts travel: how many rows a rank gets from me
+is in my ARRIVED inside the team, in my TAG over the network. Combine puts one row per (token, rank) back, to the place of that k. Under a recipe a
+scale row follows the row; DS_FP8 rows are made in send staging once, for networked ranks and for my team.
+
+A signal lands after all puts that were issued before it on its context and to its rank; nothing else orders puts. Each networked source has at each
+rank a HEAD signal (context 0, one add per operation) and on every context a DATA signal: one add per operation, on context 0 two, the first of them
+after the counts, if there are any. These adds are made in every operation, also in one that is refused or given up. The local block counts operations
 (COUNT). Besides the invariants of ``memory_map``, which hold inside each team:
 
-* L-N1 HEAD(n) goes to a networked rank after all of that rank's DATA signals have come up to operation n (the *drain*): everything it ever put
-  here has landed. Who reads HEAD(n) of a networked rank knows that none of its own earlier puts is under way there, and that nobody there reads them
-  any more.
-* L-N2 Counts and rows are put after HEAD(n) of *all* ranks. With L-N1 one bank of staging is enough, no put of an operation that failed can overtake
-  a later one at the same place, and neither send staging nor the rows of a slot are written while a put still reads them: that put has landed.
-* L-N3 A wait for what an operation put asks for a value of the signal that counts the adds of all operations before. Of the adds that landed one
-  is of this operation, and all puts before it are there; a late add of an older operation is part of the count.
-* L-N4 Before the last DATA signal on context 0, and also if the rank gives up, its TAG is put to those whose HEAD has come (L-N2): {epoch, 0}, or
-  {epoch, ABORT, culprit}. TAGs, messages and returned rows are read after the signals of all contexts, and only if the TAG says that the rank did
-  not give up. A rank whose HEAD came too late for that finds an old TAG, and knows only who gave up, not on whom.
-* L-N5 A message carries its epoch: staging keeps those of older operations, and only this operation's count.
+* L-N1 HEAD(n) goes to a networked rank after all of that rank's DATA signals have come up to operation n (the *drain*): everything it ever put here
+  has landed. Who reads HEAD(n) of a networked rank knows that none of its own earlier puts is under way there, and that nobody there reads them any
+  more.
+* L-N2 Counts and rows are put, and messages made, after HEAD(n) of *all* ranks. With L-N1 one bank of staging is enough, no put of an operation that
+  failed can overtake a later one at the same place, and neither send staging nor the rows of a slot are written while a put still reads them: that
+  put has landed.
+* L-N3 A wait for what an operation put asks for a value of the signal that counts the adds of all operations before. Of the adds that landed one is
+  of this operation, and all puts before it are there; a late add of an older operation is part of the count.
+* L-N4 Before the last DATA signal on context 0, and also if the rank gives up, its TAG is put to those whose HEAD has come (L-N2): {epoch, 0} or, of
+  a RANK_MAJOR dispatch, {epoch, rows}, below the status; or {epoch, ABORT, culprit}. TAGs, messages and returned rows are read after the signals of
+  all contexts, and only if the TAG says that the rank did not give up. A rank whose HEAD came too late for that finds an old TAG, and knows only who
+  gave up, not on whom.
+* L-N5 A message carries its epoch: staging keeps those of older operations, and only this operation's count. Messages lie at one distance in all
+  operations of a group, whatever their layout and recipe: where an epoch is looked for, no operation ever put anything but an epoch.
 * L-N6 Sending waits for nobody after HEAD; all of it is signalled before the first wait for a networked rank's data.
 * L-N7 ARRIVED is a matter of the team. A failure in another team after all HEADs surfaces where its data is missing.
 
@@ -33,7 +41,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ncclep_py.config import GroupConfig
+from ncclep_py.config import GroupConfig, Layout
 from ncclep_py.memory_map import SLOT_ALIGNMENT, WORD, LocalMap, WindowMap, align
 
 __all__ = ["LLNetMap"]
@@ -49,12 +57,13 @@ class LLNetMap:
         team_size: ranks of a team.
         tokens: most tokens of a rank, M.
         num_contexts: contexts of the network; token t uses t % num_contexts.
-        tags: window offset of ``[R]`` u64 {epoch, 0 or ABORT and culprit}.
+        tags: window offset of ``[R]`` u64 {epoch, 0, rows (RANK_MAJOR dispatch) or ABORT and culprit}.
         counts_sent: window offset of ``[E]`` u64, my rows per expert.
         net_counts: window offset of ``[R][team_size * L]`` u64, rows of each networked source for my team's experts.
-        header_bytes: bytes of a message before its row: {1 << 32 | epoch: u64, K global rows: int32}, padded.
-        message_bytes: bytes of a message.
-        sent: window offset of ``[M]`` messages of mine.
+        header_bytes: bytes of a message before its row, EXPERT_MAJOR: {1 << 32 | epoch: u64, K global rows: int32}, padded.
+        routed_header_bytes: the same, RANK_MAJOR: then K ids, int32, and K weights, float32.
+        message_bytes: bytes from one message to the next, whatever is sent: no operation writes a row where another has its epoch.
+        sent: window offset of ``[M]`` messages of mine: header, row, scale row.
         messages: window offset of ``[R][M]`` messages received.
         returned: window offset of ``[M * K]`` rows that came back.
         total_bytes: size of the window.
@@ -72,6 +81,7 @@ class LLNetMap:
     counts_sent: int
     net_counts: int
     header_bytes: int
+    routed_header_bytes: int
     message_bytes: int
     sent: int
     messages: int
@@ -91,16 +101,16 @@ class LLNetMap:
         tags = align(window.total_bytes, SLOT_ALIGNMENT)
         counts_sent = align(tags + num_ranks * WORD, 128)
         net_counts = align(counts_sent + experts * WORD, 128)
-        header_bytes = align(WORD + 4 * topk, 16)
-        message_bytes = header_bytes + window.row_bytes
+        header_bytes, routed_header_bytes = align(WORD + 4 * topk, 16), align(WORD + 12 * topk, 16)
+        message_bytes = (header_bytes if config.slot_layout is Layout.EXPERT_MAJOR else routed_header_bytes) + align(window.token_bytes, 16)
         sent = align(net_counts + num_ranks * team_size * (experts // num_ranks) * WORD, SLOT_ALIGNMENT)
         messages = align(sent + tokens * message_bytes, SLOT_ALIGNMENT)
         returned = align(messages + num_ranks * tokens * message_bytes, SLOT_ALIGNMENT)
         count = align(local.total_bytes, 128)
         remote, remote_bytes = count + 128, align(4 * num_ranks * tokens * topk, 128)
-        return cls(num_ranks, team_size, tokens, min(tokens, MAX_CONTEXTS), tags, counts_sent, net_counts, header_bytes, message_bytes, sent,
-                   messages, returned, align(returned + tokens * topk * window.row_bytes, SLOT_ALIGNMENT), count, remote, remote_bytes,
-                   remote + config.num_slots * remote_bytes)
+        return cls(num_ranks, team_size, tokens, min(tokens, MAX_CONTEXTS), tags, counts_sent, net_counts, header_bytes,
+                   routed_header_bytes, message_bytes, sent, messages, returned, align(returned + tokens * topk * window.row_bytes, SLOT_ALIGNMENT),
+                   count, remote, remote_bytes, remote + config.num_slots * remote_bytes)
 
     @property
     def num_signals(self) -> int:

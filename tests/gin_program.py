@@ -49,7 +49,7 @@ from ncclep_py.topology import Topology  # noqa: E402
 SECONDS, LOST_SECONDS = 60, 8
 NOT_BUILT = 77
 """Exit code of a scenario that the library refuses as not built."""
-REFUSED_OVER_TEAMS = {"ll_rank_major", "ll_recipes"}
+REFUSED_OVER_TEAMS: set[str] = set()
 
 LOW = GroupConfig(num_experts=32, max_dispatch_tokens_per_rank=24, hidden=512, num_topk=4, max_num_sms=8, timeout_ns=SECONDS * 10**9)
 HIGH = GroupConfig(num_experts=32, max_dispatch_tokens_per_rank=80, hidden=512, num_topk=4, max_num_sms=8, timeout_ns=SECONDS * 10**9,

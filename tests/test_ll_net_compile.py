@@ -13,16 +13,27 @@ from ncclep_py import launch, toolchain
 from ncclep_py.config import Algorithm, GroupConfig, Layout
 from ncclep_py.kernels.ht_net_shape import HTNetShape
 from ncclep_py.kernels.ll_net_shape import LLNetShape
-from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.kernels.shape import PLAIN, KernelShape, Wire
 
 CONFIG = GroupConfig(num_experts=128, max_dispatch_tokens_per_rank=128, hidden=7168, num_topk=8)
 STACK = 192
 """Bytes of a thread's stack: NCCL keeps its structures there (152); nothing else is spilled in loops."""
 
 
-@pytest.mark.parametrize("name", ["ll_net_dispatch", "ll_net_combine"])
-def test_kernel_is_linked_and_fits(name):
-    made = launch.compile_kernel(launch.KernelSpec(name, LLNetShape.over(KernelShape.build(CONFIG, 8, 8, 8), CONFIG, 4)), "sm_90")
+def shape(layout=Layout.EXPERT_MAJOR, wire=PLAIN):
+    return LLNetShape.over(KernelShape.build(CONFIG, 8, 8, 8, layout, wire), CONFIG, 4)
+
+
+EXPERT_MAJOR, RANK_MAJOR = Layout.EXPERT_MAJOR, Layout.RANK_MAJOR
+FORWARDED, QUANTISED = Wire(7168, 448), Wire(7168, 224, True)
+COMPILED = [("ll_net_dispatch", EXPERT_MAJOR, PLAIN), ("ll_net_dispatch", EXPERT_MAJOR, FORWARDED), ("ll_net_dispatch", EXPERT_MAJOR, QUANTISED),
+            ("ll_net_rank_major_dispatch", RANK_MAJOR, PLAIN), ("ll_net_rank_major_dispatch", RANK_MAJOR, QUANTISED),
+            ("ll_net_combine", EXPERT_MAJOR, PLAIN), ("ll_net_combine", RANK_MAJOR, PLAIN)]
+
+
+@pytest.mark.parametrize(("name", "layout", "wire"), COMPILED)
+def test_kernel_is_linked_and_fits(name, layout, wire):
+    made = launch.compile_kernel(launch.KernelSpec(name, shape(layout, wire)), "sm_90")
     assert name in made.symbol and made.cubin.startswith(b"\x7fELF")
     assert made.info["registers"] <= toolchain.MAX_REGISTERS and made.info["stack"] <= STACK
     assert not re.search(rb"__cuda_sm\d+_(div|rem)_[su]64", made.cubin)
@@ -31,22 +42,23 @@ def test_kernel_is_linked_and_fits(name):
 def test_rows_move_in_16_byte_vectors():
     ptx = toolchain.compile_device("sm_90", "ptx", teams=True).decode()
     bodies = {m[1]: m[2] for m in re.finditer(r"ep_(ll_net_\w+)\([^{]*\{(.*?)\n\}", ptx, re.DOTALL)}
-    for name in ("ll_net_send_row", "ll_net_scatter_row", "ll_net_take_row", "ll_net_gather_row"):
+    reads = ("ll_net_send_row", "ll_net_scatter_row", "ll_net_stage_row", "ll_net_quantise_row")
+    for name in (*reads, "ll_net_spread_row", "ll_net_take_row", "ll_net_take_token", "ll_net_gather_row", "ll_net_sum_row"):
         loads, stores = re.findall(r"\bld\.global\S*\.v4\.u32", bodies[name]), re.findall(r"\bst\.global\S*\.v4\.u32", bodies[name])
         assert len(loads) >= 4 and len(stores) >= 2
-        assert ("ld.global.nc.L1" in bodies[name]) == (name in ("ll_net_send_row", "ll_net_scatter_row"))   # staging and slots are written meanwhile
+        assert ("ld.global.nc.L1" in bodies[name]) == (name in reads)   # staging and slots are written meanwhile
 
 
-SHAPES = {name: LLNetShape.over(KernelShape.build(CONFIG, 8, 8, 8), CONFIG, 4) for name in ("ll_net_dispatch", "ll_net_combine")}
+SHAPES = {(name, f"{layout.name}{wire.scale_bytes}"): shape(layout, wire) for name, layout, wire in COMPILED}
 INTEGERS = re.compile(r"Tuple\((int64|Literal\[int\]\(\d+\))(, (int64|Literal\[int\]\(\d+\)))*\)")   # several assigned in a line
 HT = dataclasses.replace(CONFIG, algorithm=Algorithm.HIGH_THROUGHPUT)
-SHAPES |= {name: HTNetShape.over_teams(HT, 8, 4, 8, 8, Layout.EXPERT_MAJOR, 128, 16)
+SHAPES |= {(name, ""): HTNetShape.over_teams(HT, 8, 4, 8, 8, Layout.EXPERT_MAJOR, 128, 16)
            for name in ("ht_net_prepare", "ht_net_dispatch", "ht_net_combine")}
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_kernel_has_int64_only(name, typed):  # noqa: F811
+@pytest.mark.parametrize(("name", "which"), SHAPES)
+def test_kernel_has_int64_only(name, which, typed):  # noqa: F811
     factory, parameters = launch.KERNELS[name]
-    toolchain.kernel_ltoir(factory, SHAPES[name], parameters, "sm_90", teams=True)
+    toolchain.kernel_ltoir(factory, SHAPES[name, which], parameters, "sm_90", teams=True)
     assert len(typed[0][0]) > len(parameters)
     assert {t for t in others(typed) if not INTEGERS.fullmatch(t)} == set()

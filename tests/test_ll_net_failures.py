@@ -20,7 +20,7 @@ from ncclep_py.simulator.task import Launch
 def careful_experts(p: LLNetProgram, d: Dispatched) -> None:
     """Experts that run only where the dispatch did not fail: the rows of one that failed belong to nobody."""
     queued = [len(s.queue) for s in p.sim.streams]
-    LLNetProgram.experts(p, d)
+    type(p).experts(p, d)
     for rank, stream in enumerate(p.sim.streams):
         (launch,) = list(stream.queue)[queued[rank]:]
         stream.queue.pop()

@@ -17,13 +17,15 @@ from test_ptx import Instruction, complaints, mutated
 from ncclep_py import toolchain
 from ncclep_py.kernels.ops import NET_OPS, Op
 
-SOURCE = "".join((toolchain.KERNEL_FOLDER / name).read_text() for name in ("lane_ops.cu", "fabric_ops.cu", "ht_ops.cu", *toolchain.TEAM_SOURCES))
-POINTERS = ("sent", "staged", "messages", "returned", "remote", "tag", "tags", "counts_sent", "net_counts", "hits", "net_hits", "net_kept",
-            "kept_sent", "remote_routes", "remote_places")
+SOURCE = "".join((toolchain.KERNEL_FOLDER / name).read_text() for name in (
+    "lane_ops.cu", "fabric_ops.cu", "rank_ops.cu", "recipe_ops.cu", "ht_ops.cu", *toolchain.TEAM_SOURCES))
+POINTERS = ("sent", "sent_scales", "staged", "messages", "returned", "remote", "tag", "tags", "counts_sent", "net_counts", "hits", "net_hits",
+            "net_kept", "kept_sent", "remote_routes", "remote_places")
 NOUN = {"tags": "tag", "messages": "staging"}
 OWN_NOUN = {"ht_net_count": {"epoch": "count"}, "ht_net_advance": {"epoch": "count"}, "ht_net_stage_header": {"sent": "header_sent"},
             "ht_net_take_header": {"staged": "header_staged"}, "ht_net_forward_weights": {"staged": "header_staged"},
-            "ht_net_partial_grads": {"sent": "grads_sent"}, "ht_net_reduce_grads": {"staged": "grads_staged"}, "ll_net_send_row": {"sent": "sent"}}
+            "ht_net_partial_grads": {"sent": "grads_sent"}, "ht_net_reduce_grads": {"staged": "grads_staged"}} | {
+            f"ll_net_{name}_row": {"sent": "sent"} for name in ("send", "stage", "quantise", "spread")}
 EITHER = {"ht_net_reduce_grads": "ld.weak grads_staged+recv_weights"}   # of one place or of the other
 PUTS_NOTHING = {"ll_net_return_rows"}   # without a row to put there is no fence
 
@@ -96,6 +98,15 @@ MUTANTS = {
     "ll_net_wait_data": ("load_relaxed_sys(peer_at(window, tags", "*(const u64*)(peer_at(window, tags"),
     "ll_net_take_row": ("*(const u64*)message", "__ldg((const u64*)message)"),
     "ll_net_return_rows": (RELEASE, ""),
+    "ll_net_stage_row": ("move_row(tokens +", "move_row(peer_at(window, sent, rank) +"),
+    "ll_net_quantise_row": ("peer_at(window, sent_scales +", "peer_at(window, sent +"),
+    "ll_net_spread_row": ("spread_row<false>", "spread_row<true>"),
+    "ll_net_send_routing": ("((int*)table)", "((volatile int*)table)"),
+    "ll_net_take_token": ("*(const u64*)message", "__ldg((const u64*)message)"),
+    "ll_net_publish_arrived_rows": ("  fence_system();   // by every publishing lane\n", ""),
+    "ll_net_put_row_tags": ("    gin_put_value(", "    if (total[peer]) gin_signal_value(comm, 0, peer);\n    gin_put_value("),
+    "ll_net_take_arrived_rows": ("  __syncthreads();\n", ""),
+    "ll_net_sum_row": ("mine = peer_at(window, returned +", "mine = peer_at(window, out +"),
     "ll_net_gather_row": ("mine = peer_at(window, returned +", "mine = peer_at(window, out +"),
 }
 

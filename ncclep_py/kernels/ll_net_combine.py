@@ -1,13 +1,14 @@
-"""Low-latency combine over several teams, EXPERT_MAJOR: rows of networked ranks' tokens are put back to them, those of my team are pulled.
+"""Low-latency combine over several teams: rows of networked ranks' tokens are put back to them, those of my team are pulled.
 
-Phases: 1 head, 2 wait, 3 send rows back, 4 tell, 5 rows: fp32 fused multiply-adds in ascending k, one rounding: the bits of one team. Design and
-safety: ``ncclep_py.ll_net_map``.
+Phases: 1 head, 2 wait, 3 send rows back, 4 tell, 5 rows, added up as in ``ll_combine``: the bits of one team. Design and safety:
+``ncclep_py.ll_net_map``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from ncclep_py.config import Layout
 from ncclep_py.kernels.ll_net_shape import LLNetShape
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.stamps import END, HEAD, MEET, ROWS, WAIT_HEADS
@@ -29,7 +30,8 @@ def make_ll_net_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..., Non
     read_epoch, advance_epoch, read_count, advance_count = ops.read_epoch, ops.advance_epoch, ops.ht_net_count, ops.ht_net_advance
     publish_head, enter, wait_heads, publish_abort = ops.ht_net_publish_head, ops.ll_net_enter, ops.ll_net_wait_heads, ops.ht_net_publish_abort
     read_header, header_status, check_header = ops.read_header, ops.header_status, ops.check_header
-    return_rows, gather_row = ops.ll_net_return_rows, ops.ll_net_gather_row
+    return_rows, gather_row, sum_row = ops.ll_net_return_rows, ops.ll_net_gather_row, ops.ll_net_sum_row
+    RANK_MAJOR = shape.layout is Layout.RANK_MAJOR
     signal, put_tags, wait_data = ops.ll_net_signal, ops.ll_net_put_tags, ops.ll_net_wait_data
     last_block, op_code, outcome, clear_fail = ops.last_block, ops.op_code, ops.outcome, ops.clear_fail
     trace_begin, stamp = ops.trace_begin, ops.stamp
@@ -82,7 +84,10 @@ def make_ll_net_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..., Non
         if code == 0:
             at = block_idx() * warps() + warp_idx()
             while at < num_tokens:
-                gather_row(window, slot, RETURNED, table, weights, out, at, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank, TEAM)
+                if RANK_MAJOR:
+                    sum_row(window, slot, RETURNED, table, out, at, TOPK, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank, TEAM)
+                else:
+                    gather_row(window, slot, RETURNED, table, weights, out, at, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank, TEAM)
                 at += blocks() * warps()
         trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:

@@ -16,8 +16,8 @@ from ncclep_py.kernels.stamps import END, HEAD, MEET, ROWS, WAIT_ARRIVED, WAIT_C
 
 __all__ = ["PARAMETERS", "make_ll_net_dispatch"]
 
-PARAMETERS = ("comm", "window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "expert_counters", "slot", "table", "remote", "header",
-              "handle", "signature", "status", "timeout")
+PARAMETERS = ("comm", "window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "expert_counters", "scales", "slot", "table", "remote",
+              "header", "handle", "signature", "status", "timeout")
 """Run-time values of a launch, all 64-bit integers; `comm`: address of the device communicator."""
 
 
@@ -28,7 +28,10 @@ def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., No
     EPOCH, BLOCKS_DONE, FAIL, COUNT, BLOCKS_TOLD = shape.local.epoch, shape.local.blocks_done, shape.local.fail, shape.net.count, shape.net.count + 8
     TEAM, MOST, CONTEXTS, TAGS = shape.net.team_size, shape.net.tokens, shape.net.num_contexts, shape.net.tags
     COUNTS_SENT, NET_COUNTS, SENT, MESSAGES = shape.net.counts_sent, shape.net.net_counts, shape.net.sent, shape.net.messages
-    HEADER_BYTES, MESSAGE_BYTES = shape.net.header_bytes, shape.net.message_bytes
+    SENT_BYTES, SCALE_BYTES, SCALES = shape.sent_bytes, shape.wire.scale_bytes, shape.slot_scales
+    QUANTISE, ROUND = shape.wire.quantise, int(shape.wire.round_scales)
+    HEADER_BYTES, MESSAGE_BYTES, PUT_BYTES = shape.net.header_bytes, shape.net.message_bytes, shape.net.header_bytes + SENT_BYTES + SCALE_BYTES
+    SENT_ROWS, SENT_SCALES, COPIED_BYTES = SENT + HEADER_BYTES, SENT + HEADER_BYTES + SENT_BYTES, 0 if QUANTISE else SENT_BYTES
     REFUSED, MISMATCH = int(Code.REFUSED), int(Code.MISMATCH)
     block_idx, warp_idx, blocks, warps = ops.block_idx, ops.warp_idx, ops.ht_net_blocks, ops.ht_net_warps
     read_epoch, advance_epoch, read_count, advance_count = ops.read_epoch, ops.advance_epoch, ops.ht_net_count, ops.ht_net_advance
@@ -37,13 +40,14 @@ def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., No
     count_experts, publish_counts, put_counts = ops.count_experts, ops.ll_net_publish_counts, ops.ll_net_put_counts
     signal, wait_counts, assign_rows, place_rows = ops.ll_net_signal, ops.ll_net_wait_counts, ops.assign_rows, ops.ll_net_place_rows
     send_row, scatter_row, take_row = ops.ll_net_send_row, ops.ll_net_scatter_row, ops.ll_net_take_row
+    stage_row, quantise_row, spread_row = ops.ll_net_stage_row, ops.ll_net_quantise_row, ops.ll_net_spread_row
     put_tags, wait_data = ops.ll_net_put_tags, ops.ll_net_wait_data
     publish_arrived, wait_arrived = ops.ht_net_publish_arrived, ops.ht_net_wait_arrived
     last_block, op_code, outcome, clear_fail, store_header = ops.last_block, ops.op_code, ops.outcome, ops.clear_fail, ops.store_header
     trace_begin, stamp = ops.trace_begin, ops.stamp
 
-    def ll_net_dispatch(comm, window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, slot, table, remote, header,  # noqa: ANN001, ANN202
-                        handle, signature, status, timeout):
+    def ll_net_dispatch(comm, window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, slot, table,  # noqa: ANN001, ANN202
+                        remote, header, handle, signature, status, timeout):
         trace = trace_begin()
         epoch, fail, count, code = read_epoch(local + EPOCH), local + FAIL, read_count(local + COUNT), 0
         first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
@@ -69,14 +73,18 @@ def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., No
                 if code == 0:
                     put_counts(comm, window, COUNTS_SENT, NET_COUNTS, rank, RANKS, TEAM, EXPERTS)
                 signal(comm, rank, RANKS, TEAM, 0)
-        # ---- 3 send: whole rows, a warp each; they wait for no counts -------------------------------------------------------
+        # ---- 3 send: whole rows, a warp each; they wait for no counts. DS_FP8 rows are made in their messages, also those for my team -----
         if code == 0:
             assign_rows(topk_idx, IDX_BYTES, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, part, table, rank, epoch, fail, record)
             if part == 0:   # blocks that share tokens leave it to the first
                 at = first + warp_idx()
                 while at < end:
-                    send_row(comm, window, SENT, MESSAGES + rank * MOST * MESSAGE_BYTES, tokens, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS,
-                             ROW_BYTES, HEADER_BYTES, rank, TEAM, CONTEXTS, epoch)
+                    if QUANTISE:
+                        quantise_row(window, SENT_ROWS, SENT_SCALES, tokens, at, first, TOPK, EXPERTS, ROW_BYTES, ROUND, MESSAGE_BYTES, rank)
+                    elif SCALE_BYTES > 0:
+                        stage_row(window, SENT_SCALES, scales, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES, MESSAGE_BYTES, rank, TEAM)
+                    send_row(comm, window, SENT, MESSAGES + rank * MOST * MESSAGE_BYTES, tokens, at, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS,
+                             COPIED_BYTES, 1, HEADER_BYTES, PUT_BYTES, MESSAGE_BYTES, rank, TEAM, CONTEXTS, epoch)
                     at += warps()
             trace = stamp(trace, WAIT_COUNTS)
             code = wait_counts(comm, window, COUNTS, NET_COUNTS, rank, RANKS, TEAM, EXPERTS, count, epoch, PLANE_ROWS, expert_counters, fail, record,
@@ -88,7 +96,14 @@ def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., No
             if part == 0:
                 at = first + warp_idx()
                 while at < end:
-                    scatter_row(window, slot, tokens, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, rank, TEAM)
+                    if QUANTISE:
+                        spread_row(window, slot, SENT_ROWS, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, MESSAGE_BYTES, rank, TEAM)
+                        spread_row(window, slot + SCALES, SENT_SCALES, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES, MESSAGE_BYTES, rank,
+                                   TEAM)
+                    else:
+                        scatter_row(window, slot, tokens, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, rank, TEAM)
+                        if SCALE_BYTES > 0:
+                            scatter_row(window, slot + SCALES, scales, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES, rank, TEAM)
                     at += warps()
         # ---- 5 tell: the last block speaks for the rank ---------------------------------------------------------------------
         trace = stamp(trace, MEET)
@@ -111,8 +126,8 @@ def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., No
             at = block_idx() * warps() + warp_idx()
             while at < RANKS * MOST:
                 if at // MOST // TEAM != rank // TEAM:
-                    take_row(window, slot, MESSAGES, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES,
-                             HEADER_BYTES, rank, epoch, fail, record)
+                    take_row(window, slot, slot + SCALES, MESSAGES, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS, RANKS, PLANE_ROWS,
+                             SENT_BYTES, SCALE_BYTES, HEADER_BYTES, MESSAGE_BYTES, rank, epoch, fail, record)
                 at += blocks() * warps()
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)

@@ -175,20 +175,43 @@ INLINE void move_row(u64 source, u64 to, int vectors) {   // of the caller's row
     for (int j = 0; j < IN_FLIGHT; ++j) { int i = v + j * 32 + lane(); if (i < vectors) store_row(to + 16 * i, held[j]); }
   }
 }
-OP ep_ll_net_send_row(i64 comm, i64 window, i64 sent, i64 messages, i64 tokens, i64 token, i64 first, i64 num_topk, i64 num_experts, i64 num_ranks,
-                      i64 plane_rows, i64 row_bytes, i64 header_bytes, i64 rank, i64 team_size, i64 contexts, i64 epoch) {
-  int row = block_row(token, first, num_topk, num_experts), host = host_of(row, num_experts, num_ranks, plane_rows);
-  if (of_team(host, rank, team_size)) host = -1;
+INLINE int networked_host(int row, i64 num_experts, i64 num_ranks, i64 plane_rows, i64 rank, i64 team_size) {   // -1 for none, and for my team
+  int host = host_of(row, num_experts, num_ranks, plane_rows);
+  return of_team(host, rank, team_size) ? -1 : host;
+}
+OP ep_ll_net_send_row(i64 comm, i64 window, i64 sent, i64 messages, i64 tokens, i64 token, i64 first, i64 end, i64 num_topk, i64 num_experts,
+                      i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 words, i64 header_bytes, i64 put_bytes, i64 message_bytes, i64 rank,
+                      i64 team_size, i64 contexts, i64 epoch) {
+  int row = block_row(token, first, num_topk, num_experts), host = networked_host(row, num_experts, num_ranks, plane_rows, rank, team_size);
   u32 same = __match_any_sync(~0u, host);
   bool puts = host >= 0 && lane() == __ffs(same) - 1;   // a lane per rank
   if (!__any_sync(~0u, puts)) return 0;
-  i64 size = header_bytes + row_bytes, at = token * size;
+  i64 at = token * message_bytes;
   u64 message = peer_at(window, sent + at, rank);
   if (lane() == 0) *(u64*)message = tagged(1, u32(epoch));
-  if (lane() < num_topk) ((int*)message)[2 + lane()] = row;
+  if (lane() < num_topk) {
+    ((int*)message)[2 + lane()] = row;
+    for (int w = 1; w < words; ++w)   // id and weight: block_pairs
+      ((int*)message)[2 + w * num_topk + lane()] = block_rows(num_experts)[(w * (end - first) + token - first) * num_topk + lane()];
+  }
   move_row(tokens + token * row_bytes, message + header_bytes, int(row_bytes / 16));
   net_release();
-  if (puts) gin_put(comm, window, host, token % contexts, messages + at, sent + at, size);
+  if (puts) gin_put(comm, window, host, token % contexts, messages + at, sent + at, put_bytes);
+  __syncwarp();
+  return 0;
+}
+OP ep_ll_net_stage_row(i64 window, i64 sent, i64 tokens, i64 token, i64 first, i64 num_topk, i64 num_experts, i64 num_ranks, i64 plane_rows,
+                       i64 row_bytes, i64 message_bytes, i64 rank, i64 team_size) {
+  int row = block_row(token, first, num_topk, num_experts);
+  if (!__any_sync(~0u, networked_host(row, num_experts, num_ranks, plane_rows, rank, team_size) >= 0)) return 0;
+  move_row(tokens + token * row_bytes, peer_at(window, sent + token * message_bytes, rank), int(row_bytes / 16));
+  return 0;
+}
+OP ep_ll_net_quantise_row(i64 window, i64 sent, i64 sent_scales, i64 tokens, i64 token, i64 first, i64 num_topk, i64 num_experts, i64 row_bytes,
+                          i64 round_scales, i64 message_bytes, i64 rank) {
+  bool wanted = __any_sync(~0u, block_row(token, first, num_topk, num_experts) >= 0);
+  u64 to = peer_at(window, sent + token * message_bytes, rank), scales_to = peer_at(window, sent_scales + token * message_bytes, rank);
+  quantise(tokens + token * row_bytes, lane() == 0 ? to : 0, scales_to, wanted, int(round_scales), 0, int(row_bytes / 256));
   __syncwarp();
   return 0;
 }
@@ -198,6 +221,14 @@ OP ep_ll_net_scatter_row(i64 window, i64 slot, i64 tokens, i64 token, i64 first,
   bool near_by = of_team(host_of(row, num_experts, num_ranks, plane_rows), rank, team_size);
   u64 mine = near_by ? row_at(window, slot, row, int(num_experts) / int(num_ranks) * plane_rows, row_bytes) : 0;
   spread_row<true>(tokens + token * row_bytes, mine, 0, int(row_bytes / 16));
+  return 0;
+}
+OP ep_ll_net_spread_row(i64 window, i64 slot, i64 sent, i64 token, i64 first, i64 num_topk, i64 num_experts, i64 num_ranks, i64 plane_rows,
+                        i64 row_bytes, i64 message_bytes, i64 rank, i64 team_size) {
+  int row = block_row(token, first, num_topk, num_experts);
+  bool near_by = of_team(host_of(row, num_experts, num_ranks, plane_rows), rank, team_size);
+  u64 mine = near_by ? row_at(window, slot, row, int(num_experts) / int(num_ranks) * plane_rows, row_bytes) : 0;
+  spread_row<false>(peer_at(window, sent + token * message_bytes, rank), mine, 0, int(row_bytes / 16));
   return 0;
 }
 OP ep_ll_net_put_tags(i64 comm, i64 window, i64 tags, i64 rank, i64 num_ranks, i64 team_size, i64 count, i64 epoch, i64 low) {
@@ -243,12 +274,16 @@ OP ep_ll_net_wait_data(i64 comm, i64 window, i64 tags, i64 rank, i64 num_ranks, 
   }
   return tell_block(code);
 }
-OP ep_ll_net_take_row(i64 window, i64 slot, i64 messages, i64 remote, i64 source, i64 token, i64 most, i64 num_topk, i64 num_experts, i64 num_ranks,
-                      i64 plane_rows, i64 row_bytes, i64 header_bytes, i64 rank, i64 epoch, i64 fail, i64 record) {
+INLINE void take(i64 window, i64 slot, i64 place, u64 from, i64 row_bytes, i64 rank) {   // of lanes with a place
+  spread_row<false>(from, place >= 0 ? peer_at(window, slot + place * row_bytes, rank) : 0, 0, int(row_bytes / 16));
+}
+OP ep_ll_net_take_row(i64 window, i64 slot, i64 slot_scales, i64 messages, i64 remote, i64 source, i64 token, i64 most, i64 num_topk, i64 num_experts,
+                      i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 scale_bytes, i64 header_bytes, i64 message_bytes, i64 rank, i64 epoch,
+                      i64 fail, i64 record) {
   const u32* got = got_rows(num_experts);
   int local = int(num_experts) / int(num_ranks), plane = int(plane_rows), place = -1;
   i64 index = source * most + token;
-  u64 message = peer_at(window, messages + index * (header_bytes + row_bytes), rank), mine = 0;
+  u64 message = peer_at(window, messages + index * message_bytes, rank);
   bool sent = *(const u64*)message == tagged(1, u32(epoch));   // the same for all lanes; fresh memory has none
   int number = sent && lane() < num_topk ? ((const int*)message)[2 + lane()] : -1, e = number < 0 ? -1 : number / plane - int(rank) * local;
   if (u32(e) < u32(local)) {
@@ -257,9 +292,74 @@ OP ep_ll_net_take_row(i64 window, i64 slot, i64 messages, i64 remote, i64 source
     if (row < u32(plane)) place = e * plane + int(row);
     else note(fail, record, OVERFLOW, epoch, ROWS, rank, rank, rank, row, plane_rows);
   }
-  if (place >= 0) mine = peer_at(window, slot + i64(place) * row_bytes, rank);
-  spread_row<false>(message + header_bytes, mine, 0, int(row_bytes / 16));
+  take(window, slot, place, message + header_bytes, row_bytes, rank);
+  if (scale_bytes) take(window, slot_scales, place, message + header_bytes + row_bytes, scale_bytes, rank);
   if (lane() < num_topk) ((int*)remote)[index * num_topk + lane()] = place;
+  return 0;
+}
+
+// ---- rows of RANK_MAJOR: shared memory is that of rank_ops.cu --------------------------------------------------------------------------------------
+OP ep_ll_net_send_routing(i64 window, i64 slot_ids, i64 slot_weights, i64 table, i64 token, i64 first, i64 end, i64 num_topk, i64 num_experts,
+                          i64 num_ranks, i64 plane_rows, i64 global_ids, i64 rank, i64 team_size) {
+  Pairs pairs = block_pairs(num_ranks, (end - first) * num_topk);
+  int row = block_row(token, first, num_topk, num_ranks);
+  bool near_by = of_team(host_of(row, num_ranks, num_ranks, plane_rows), rank, team_size);
+  i64 at = (token - first) * num_topk + lane();
+  int e = -1;
+  u32 weight = 0;
+  if (lane() < num_topk) {
+    e = pairs.ids[at], weight = pairs.weights[at];
+    ((int*)table)[token * num_topk + lane()] = row;
+  }
+  spread_routing(window, slot_ids, slot_weights, near_by ? row : -1, e, weight, num_topk, num_experts, num_ranks, plane_rows, global_ids);
+  return 0;
+}
+OP ep_ll_net_take_token(i64 window, i64 slot, i64 slot_scales, i64 slot_ids, i64 slot_weights, i64 messages, i64 remote, i64 source, i64 token,
+                        i64 most, i64 num_topk, i64 num_experts, i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 scale_bytes, i64 header_bytes,
+                        i64 message_bytes, i64 global_ids, i64 rank, i64 epoch) {
+  i64 index = source * most + token;
+  u64 message = peer_at(window, messages + index * message_bytes, rank);
+  bool sent = *(const u64*)message == tagged(1, u32(epoch));   // the same for all lanes; fresh memory has none
+  const int* words = (const int*)message + 2 + lane();
+  int row = -1, e = -1;
+  u32 weight = 0;
+  if (sent && lane() < num_topk) row = words[0], e = words[num_topk], weight = u32(words[2 * num_topk]);
+  if (host_of(row, num_ranks, num_ranks, plane_rows) != rank) row = -1;
+  int place = row < 0 ? -1 : row % int(plane_rows);
+  take(window, slot, place, message + header_bytes, row_bytes, rank);
+  if (scale_bytes) take(window, slot_scales, place, message + header_bytes + row_bytes, scale_bytes, rank);
+  spread_routing(window, slot_ids, slot_weights, row, e, weight, num_topk, num_experts, num_ranks, plane_rows, global_ids);
+  if (lane() < num_topk) ((int*)remote)[index * num_topk + lane()] = place;
+  return 0;
+}
+OP ep_ll_net_publish_arrived_rows(i64 window, i64 arrived, i64 rank, i64 team_size, i64 epoch) {
+  const u32* total = total_rows();
+  int first = first_of(rank, team_size);
+  fence_system();   // by every publishing lane
+  for (int i = lane(); i < team_size; i += 32)
+    store_relaxed_sys(peer_at(window, arrived + rank * 8, first + i), tagged(epoch, total[first + i]));   // as publish_arrived_rows
+  return 0;
+}
+OP ep_ll_net_put_row_tags(i64 comm, i64 window, i64 tags, i64 rank, i64 num_ranks, i64 team_size, i64 epoch) {
+  const u32* total = total_rows();
+  for (int i = lane(); i < networked_ranks(num_ranks, team_size); i += 32) {
+    int peer = networked(i, rank, team_size);
+    gin_put_value(comm, window, peer, 0, tags + 8 * rank, tagged(epoch, total[peer]));
+  }
+  __syncwarp();
+  return 0;
+}
+OP ep_ll_net_take_arrived_rows(i64 window, i64 arrived, i64 tags, i64 slot_ids, i64 rank, i64 num_ranks, i64 team_size, i64 num_topk, i64 plane_rows,
+                               i64 epoch, i64 src_rank_counters) {
+  u32* count = total_rows();   // free: my own counts went out
+  u64 told = peer_at(window, arrived, rank), put = peer_at(window, tags, rank);
+  for (int source = threadIdx.x; source < num_ranks; source += blockDim.x) {
+    u64 word = of_team(source, rank, team_size) ? load_relaxed_sys(told + 8 * u64(source)) : load_relaxed_sys(put + 8 * u64(source));
+    count[source] = u32(word) & 0xffffff;   // all have this epoch: they were waited for
+    ((int*)src_rank_counters)[source] = int(count[source]);
+  }
+  __syncthreads();
+  clear_ids(window, slot_ids, rank, num_ranks, num_topk, plane_rows);
   return 0;
 }
 
@@ -287,5 +387,15 @@ OP ep_ll_net_gather_row(i64 window, i64 slot, i64 returned, i64 table, i64 weigh
   if (token_type == 0) gather<0>(mine, my.weight, live, to, 0, end);
   else if (token_type == 1) gather<1>(mine, my.weight, live, to, 0, end);
   else gather<2>(mine, my.weight, live, to, 0, end);
+  return 0;
+}
+OP ep_ll_net_sum_row(i64 window, i64 slot, i64 returned, i64 table, i64 out, i64 token, i64 num_topk, i64 num_ranks, i64 plane_rows, i64 row_bytes,
+                     i64 token_type, i64 rank, i64 team_size) {
+  int row = lane() < num_topk ? ((const int*)table)[token * num_topk + lane()] : -1;
+  bool near_by = of_team(host_of(row, num_ranks, num_ranks, plane_rows), rank, team_size);
+  u64 mine = 0;
+  if (near_by) mine = row_at(window, slot, row, plane_rows, row_bytes);
+  else if (row >= 0) mine = peer_at(window, returned + (token * num_topk + lane()) * row_bytes, rank);
+  sum_rows(mine, out + token * row_bytes, token_type, 0, int(row_bytes / 16));
   return 0;
 }

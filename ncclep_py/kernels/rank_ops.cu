@@ -61,13 +61,9 @@ OP ep_assign_ranks(i64 topk_idx, i64 idx_bytes, i64 topk_weights, i64 num_topk, 
   __syncthreads();
   return 0;
 }
-OP ep_send_routing(i64 window, i64 slot_ids, i64 slot_weights, i64 table, i64 token, i64 first, i64 end, i64 num_topk, i64 num_experts, i64 num_ranks,
-                   i64 plane_rows, i64 global_ids) {
-  Pairs pairs = block_pairs(num_ranks, (end - first) * num_topk);
-  int k = lane(), local = int(num_experts / num_ranks), row = -1, e = -1;
-  u32 weight = 0;
-  i64 at = (token - first) * num_topk + k;
-  if (k < num_topk) row = pairs.rows[at], e = pairs.ids[at], weight = pairs.weights[at];
+INLINE void spread_routing(i64 window, i64 slot_ids, i64 slot_weights, int row, int e, u32 weight, i64 num_topk, i64 num_experts, i64 num_ranks,
+                           i64 plane_rows, i64 global_ids) {   // to the rows of those lanes that have one
+  int k = lane(), local = int(num_experts / num_ranks);
   for (u32 left = __ballot_sync(~0u, row >= 0); left; left &= left - 1) {
     u32 to = u32(__shfl_sync(~0u, row, __ffs(left) - 1)), peer = to / u32(plane_rows);
     i64 place = (i64(to % u32(plane_rows)) * num_topk + k) * 4;
@@ -77,6 +73,15 @@ OP ep_send_routing(i64 window, i64 slot_ids, i64 slot_weights, i64 table, i64 to
       *(u32*)peer_at(window, slot_weights + place, peer) = weight;
     }
   }
+}
+OP ep_send_routing(i64 window, i64 slot_ids, i64 slot_weights, i64 table, i64 token, i64 first, i64 end, i64 num_topk, i64 num_experts, i64 num_ranks,
+                   i64 plane_rows, i64 global_ids) {
+  Pairs pairs = block_pairs(num_ranks, (end - first) * num_topk);
+  int k = lane(), row = -1, e = -1;
+  u32 weight = 0;
+  i64 at = (token - first) * num_topk + k;
+  if (k < num_topk) row = pairs.rows[at], e = pairs.ids[at], weight = pairs.weights[at];
+  spread_routing(window, slot_ids, slot_weights, row, e, weight, num_topk, num_experts, num_ranks, plane_rows, global_ids);
   if (k < num_topk) ((int*)table)[token * num_topk + k] = row;
   return 0;
 }
@@ -86,6 +91,13 @@ OP ep_publish_arrived_rows(i64 window, i64 arrived, i64 rank, i64 num_ranks, i64
   for (int peer = lane(); peer < num_ranks; peer += 32)
     store_relaxed_sys(peer_at(window, arrived + rank * 8, peer), tagged(epoch, total[peer]));   // at most 2^20 rows: status stays GO
   return 0;
+}
+INLINE void clear_ids(i64 window, i64 slot_ids, i64 rank, i64 num_ranks, i64 num_topk, i64 plane_rows) {   // -1 in those of rows nobody filled
+  const u32* count = total_rows();   // rows of each source
+  int per_source = int(plane_rows / num_ranks * num_topk);
+  int* ids = (int*)peer_at(window, slot_ids, rank);
+  for (int source = 0; source < num_ranks; ++source)
+    for (int i = int(count[source] * num_topk) + threadIdx.x; i < per_source; i += blockDim.x) ids[i64(source) * per_source + i] = -1;
 }
 OP ep_take_arrived_rows(i64 window, i64 arrived, i64 slot_ids, i64 rank, i64 num_ranks, i64 num_topk, i64 plane_rows, i64 epoch,
                         i64 src_rank_counters) {
@@ -98,10 +110,7 @@ OP ep_take_arrived_rows(i64 window, i64 arrived, i64 slot_ids, i64 rank, i64 num
     ((int*)src_rank_counters)[source] = int(rows);
   }
   __syncthreads();
-  int per_source = int(plane_rows / num_ranks * num_topk);
-  int* ids = (int*)peer_at(window, slot_ids, rank);
-  for (int source = 0; source < num_ranks; ++source)
-    for (int i = int(count[source] * num_topk) + threadIdx.x; i < per_source; i += blockDim.x) ids[i64(source) * per_source + i] = -1;
+  clear_ids(window, slot_ids, rank, num_ranks, num_topk, plane_rows);
   return 0;
 }
 

@@ -14,19 +14,12 @@ INLINE u32 e4m3_quad(u32 a, u32 b, float scale) {   // two pairs of bf16
 }
 INLINE u32 largest(uint4 v) { return __vmaxu2(__vmaxu2(v.x & 0x7fff7fff, v.y & 0x7fff7fff), __vmaxu2(v.z & 0x7fff7fff, v.w & 0x7fff7fff)); }
 
-// Eight lanes have a block of 128 columns, so a warp has four blocks at once, a stretch.
-OP ep_quantise_row(i64 window, i64 slot, i64 slot_scales, i64 tokens, i64 token, i64 first, i64 num_topk, i64 num_experts, i64 num_ranks,
-                   i64 plane_rows, i64 row_bytes, i64 round_scales, i64 begin_stretch, i64 end_stretch) {
+// Eight lanes have a block of 128 columns, so a warp has four blocks at once, a stretch. `mine`, `my_scales`: where the row and its scales go, of the
+// lanes in `live`.
+INLINE void quantise(u64 source, u64 mine, u64 my_scales, u32 live, int round_scales, int begin, int end) {
   const int STRETCHES = 4;   // in flight
-  const int* rows = block_rows(num_experts) + (token - first) * num_topk;
-  int row = lane() < num_topk ? rows[lane()] : -1;
-  i64 rows_per_rank = num_experts / num_ranks * plane_rows;
-  u64 mine = row_at(window, slot, row, rows_per_rank, row_bytes / 2);
-  u64 my_scales = row_at(window, slot_scales, max(row, 0), rows_per_rank, row_bytes / 64);   // used only where there is a row
-  u32 live = __ballot_sync(~0u, mine != 0);
-  u64 source = tokens + token * row_bytes;
-  int part = lane() & 7, end = 4 * int(end_stretch);
-  for (int b = 4 * int(begin_stretch); b < end && live; b += 4 * STRETCHES) {
+  int part = lane() & 7;
+  for (int b = begin; b < end && live; b += 4 * STRETCHES) {
     uint4 held[STRETCHES][2], made[STRETCHES];
     float block_scale = 0.f;   // lane l: of block b + l
     #pragma unroll
@@ -65,6 +58,16 @@ OP ep_quantise_row(i64 window, i64 slot, i64 slot_scales, i64 tokens, i64 token,
       if (lane() < 4 * STRETCHES && b + lane() < end) *(float*)(scales_to + 4 * (b + lane())) = block_scale;
     }
   }
+}
+OP ep_quantise_row(i64 window, i64 slot, i64 slot_scales, i64 tokens, i64 token, i64 first, i64 num_topk, i64 num_experts, i64 num_ranks,
+                   i64 plane_rows, i64 row_bytes, i64 round_scales, i64 begin_stretch, i64 end_stretch) {
+  const int* rows = block_rows(num_experts) + (token - first) * num_topk;
+  int row = lane() < num_topk ? rows[lane()] : -1;
+  i64 rows_per_rank = num_experts / num_ranks * plane_rows;
+  u64 mine = row_at(window, slot, row, rows_per_rank, row_bytes / 2);
+  u64 my_scales = row_at(window, slot_scales, max(row, 0), rows_per_rank, row_bytes / 64);   // used only where there is a row
+  quantise(tokens + token * row_bytes, mine, my_scales, __ballot_sync(~0u, mine != 0), int(round_scales), 4 * int(begin_stretch),
+           4 * int(end_stretch));
   return 0;
 }
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from ncclep_py.errors import Code, Phase, Status
 from ncclep_py.simulator.call import Access, Call
-from ncclep_py.simulator.ht_net_ops import _head, _head_words, _local, _network, _team, _wait_signals
+from ncclep_py.simulator.ht_net_ops import _head, _head_words, _local, _network, _team, _to, _wait_signals
+from ncclep_py.simulator.recipe_ops import quantise
 from ncclep_py.simulator.routing_ops import _read_rows, _read_weights, _row
 from ncclep_py.simulator.rows import fma, pack, unpack
 from ncclep_py.simulator.task import Task
@@ -211,41 +212,85 @@ def ll_net_place_rows(call: Call, task: Task, num_topk: int, num_experts: int, n
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------------------
-def ll_net_send_row(call: Call, task: Task, comm: int, window: int, sent: int, messages: int, tokens: int, token: int, first: int, num_topk: int,
-                    num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, header_bytes: int, rank: int, team_size: int, contexts: int,
-                    epoch: int) -> int:
+def _of_token(call: Call, task: Task, token: int, first: int, num_topk: int) -> np.ndarray:
+    """The row of each of a token's K, or what stands for it."""
+    call.cell(task, "rows").read(task)
+    return task.block.values["rows"][(token - first) * num_topk:(token - first + 1) * num_topk]
+
+
+def _networked_hosts(rows: np.ndarray, rows_per_rank: int, team: range) -> list[int]:
+    """Ranks of other teams that rows go to."""
+    return sorted({row // rows_per_rank for row in rows.tolist() if row >= 0} - set(team))
+
+
+def ll_net_send_row(call: Call, task: Task, comm: int, window: int, sent: int, messages: int, tokens: int, token: int, first: int, end: int,
+                    num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, words: int, header_bytes: int, put_bytes: int,
+                    message_bytes: int, rank: int, team_size: int, contexts: int, epoch: int) -> int:
     """A token's message to all networked ranks that want it."""
-    size = header_bytes + row_bytes
+    at = token * message_bytes
     row = np.zeros(0, np.uint8)
-    rows: list[int] = []
+    header = np.zeros(header_bytes, np.uint8)
     hosts: list[int] = []
 
     def load(access: Access) -> None:
         nonlocal row
-        call.cell(task, "rows").read(task)
-        rows.extend(task.block.values["rows"][(token - first) * num_topk:(token - first + 1) * num_topk].tolist())
-        hosts.extend(sorted({r // plane_rows // (num_experts // num_ranks) for r in rows if r >= 0} - set(_team(rank, team_size))))
+        rows = _of_token(call, task, token, first, num_topk)
+        hosts.extend(_networked_hosts(rows, num_experts // num_ranks * plane_rows, _team(rank, team_size)))
+        header[:8].view(np.uint64)[0] = 1 << 32 | epoch
+        fields = header[8:8 + 4 * words * num_topk].reshape(words, 4 * num_topk)
+        fields[0] = rows.astype(np.int32).view(np.uint8)
+        if words == 3:
+            for i, name in ((1, "ids"), (2, "weights")):
+                call.cell(task, name).read(task)
+                fields[i] = np.asarray(task.block.values[name][token - first], np.int32 if i == 1 else np.uint8).view(np.uint8)
         row = access.read(tokens + token * row_bytes, row_bytes).copy()
 
     def stage(access: Access) -> None:
         if hosts:
-            header = np.zeros(header_bytes, np.uint8)
-            header[:8].view(np.uint64)[0] = 1 << 32 | epoch
-            header[8:8 + 4 * num_topk].view(np.int32)[:] = rows
-            access.write(_local(call, task, window, sent + token * size), np.concatenate([header, row]))
+            access.write(_local(call, task, window, sent + at), np.concatenate([header, row]))
 
     def net(access: Access) -> None:
         for peer in hosts:
-            _network(call, comm).put(task, window, peer, token % contexts, messages + token * size, sent + token * size, size)
+            _network(call, comm).put(task, window, peer, token % contexts, messages + at, sent + at, put_bytes)
             call.scheduler.split()
 
     return call.perform(task, (), {"tokens": load, "sent": stage, "net": net})
 
 
+def ll_net_stage_row(call: Call, task: Task, window: int, sent: int, tokens: int, token: int, first: int, num_topk: int, num_experts: int,
+                     num_ranks: int, plane_rows: int, row_bytes: int, message_bytes: int, rank: int, team_size: int) -> int:
+    """A row into a message that will be put."""
+    row = np.zeros(0, np.uint8)
+
+    def load(access: Access) -> None:
+        nonlocal row
+        rows = _of_token(call, task, token, first, num_topk)
+        if _networked_hosts(rows, num_experts // num_ranks * plane_rows, _team(rank, team_size)):
+            row = access.read(tokens + token * row_bytes, row_bytes).copy()
+
+    return call.perform(task, (), {"tokens": load, "sent": lambda a: a.write(_local(call, task, window, sent + token * message_bytes), row)})
+
+
+def ll_net_quantise_row(call: Call, task: Task, window: int, sent: int, sent_scales: int, tokens: int, token: int, first: int, num_topk: int,
+                        num_experts: int, row_bytes: int, round_scales: int, message_bytes: int, rank: int) -> int:
+    """A row and its scales into a message."""
+    made, scales = np.zeros(0, np.uint8), np.zeros(0, np.float32)
+
+    def load(access: Access) -> None:
+        nonlocal made, scales
+        if (_of_token(call, task, token, first, num_topk) >= 0).any():
+            made, scales = quantise(access.read(tokens + token * row_bytes, row_bytes), round_scales != 0)
+
+    def store(access: Access, offset: int, data: np.ndarray) -> None:
+        access.write(_local(call, task, window, offset + token * message_bytes), data)
+
+    return call.perform(task, (), {"tokens": load, "sent": lambda a: store(a, sent, made),
+                                   "sent_scales": lambda a: store(a, sent_scales, scales.view(np.uint8))})
+
+
 def ll_net_scatter_row(call: Call, task: Task, window: int, slot: int, tokens: int, token: int, first: int, num_topk: int, num_experts: int,
                        num_ranks: int, plane_rows: int, row_bytes: int, rank: int, team_size: int) -> int:
     """A row to its places in my team."""
-    rows_per_rank, team = num_experts // num_ranks * plane_rows, _team(rank, team_size)
     held = np.zeros(0, np.uint8)
 
     def load(access: Access) -> None:
@@ -253,13 +298,37 @@ def ll_net_scatter_row(call: Call, task: Task, window: int, slot: int, tokens: i
         held = access.read(tokens + token * row_bytes, row_bytes).copy()
 
     def store(access: Access) -> None:
-        call.cell(task, "rows").read(task)
-        for row in task.block.values["rows"][(token - first) * num_topk:(token - first + 1) * num_topk].tolist():
-            if row >= 0 and row // rows_per_rank in team:
-                access.write(_row(call, task, window, slot, row, rows_per_rank, row_bytes), held)
-                call.scheduler.split()
+        rows = _of_token(call, task, token, first, num_topk)
+        _to_my_team(call, task, access, window, slot, rows, num_experts // num_ranks * plane_rows, _team(rank, team_size), held)
 
     return call.perform(task, (), {"tokens": load, "slot": store})
+
+
+def _to_my_team(call: Call, task: Task, access: Access, window: int, slot: int, rows: np.ndarray, rows_per_rank: int, team: range,
+                held: np.ndarray) -> None:
+    """One row to those of its places that are in my team."""
+    for row in rows.tolist():
+        if row >= 0 and row // rows_per_rank in team:
+            access.write(_row(call, task, window, slot, row, rows_per_rank, len(held)), held)
+            call.scheduler.split()
+
+
+def ll_net_spread_row(call: Call, task: Task, window: int, slot: int, sent: int, token: int, first: int, num_topk: int, num_experts: int,
+                      num_ranks: int, plane_rows: int, row_bytes: int, message_bytes: int, rank: int, team_size: int) -> int:
+    """A row of a message to its places in my team."""
+    rows_per_rank, team = num_experts // num_ranks * plane_rows, _team(rank, team_size)
+    held = np.zeros(0, np.uint8)
+
+    def wanted() -> np.ndarray:
+        rows = _of_token(call, task, token, first, num_topk)
+        return rows[(rows >= 0) & (rows // rows_per_rank >= team.start) & (rows // rows_per_rank < team.stop)]
+
+    def load(access: Access) -> None:
+        nonlocal held
+        if len(wanted()):
+            held = access.read(_local(call, task, window, sent + token * message_bytes), row_bytes).copy()
+
+    return call.perform(task, (), {"sent": load, "slot": lambda a: _to_my_team(call, task, a, window, slot, wanted(), rows_per_rank, team, held)})
 
 
 def ll_net_put_tags(call: Call, task: Task, comm: int, window: int, tags: int, rank: int, num_ranks: int, team_size: int, count: int, epoch: int,
@@ -311,18 +380,18 @@ def ll_net_wait_data(call: Call, task: Task, comm: int, window: int, tags: int, 
                         {"net": net, "tag": look})
 
 
-def ll_net_take_row(call: Call, task: Task, window: int, slot: int, messages: int, remote: int, source: int, token: int, most: int, num_topk: int,
-                    num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, header_bytes: int, rank: int, epoch: int, fail: int,
-                    record: int) -> int:
+def ll_net_take_row(call: Call, task: Task, window: int, slot: int, slot_scales: int, messages: int, remote: int, source: int, token: int, most: int,
+                    num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, scale_bytes: int, header_bytes: int,
+                    message_bytes: int, rank: int, epoch: int, fail: int, record: int) -> int:
     """A received row to its places."""
     local = num_experts // num_ranks
-    at = messages + (source * most + token) * (header_bytes + row_bytes)
+    at = messages + (source * most + token) * message_bytes
     places = np.full(num_topk, -1, np.int32)
     row = np.zeros(0, np.uint8)
 
     def load(access: Access) -> None:
         nonlocal row
-        message = access.read(_local(call, task, window, at), header_bytes + row_bytes)
+        message = access.read(_local(call, task, window, at), header_bytes + row_bytes + scale_bytes)
         if int(message[:8].view(np.uint64)[0]) != 1 << 32 | epoch:   # fresh memory has none
             return
         row = message[header_bytes:].copy()
@@ -337,16 +406,126 @@ def ll_net_take_row(call: Call, task: Task, window: int, slot: int, messages: in
             else:
                 call.note(task, fail, record, Code.OVERFLOW, epoch, Phase.ROWS, rank, rank, rank, final, plane_rows)
 
-    def store(access: Access) -> None:
+    def store(access: Access, offset: int, data: np.ndarray) -> None:
         for place in places.tolist():
-            if place >= 0:
-                access.write(_local(call, task, window, slot + place * row_bytes), row)
+            if place >= 0 and len(data):
+                access.write(_local(call, task, window, offset + place * len(data)), data)
                 call.scheduler.split()
 
     def keep(access: Access) -> None:
         access.write(remote + 4 * (source * most + token) * num_topk, places.view(np.uint8))
 
-    return call.perform(task, (), {"staging": load, "slot": store, "remote": keep})
+    return call.perform(task, (), {"staging": load, "slot": lambda a: store(a, slot, row[:row_bytes]),
+                                   "slot_scales": lambda a: store(a, slot_scales, row[row_bytes:]), "remote": keep})
+
+
+# ---- RANK_MAJOR ------------------------------------------------------------------------------------------------------------------
+def _ids_at(ids: np.ndarray, peer: int, local: int, global_ids: int) -> np.ndarray:
+    """A token's ids as rank `peer` gets them."""
+    here = (ids >= peer * local) & (ids < (peer + 1) * local)
+    return np.where(here, ids if global_ids else ids - peer * local, -1).astype(np.int32)
+
+
+def ll_net_send_routing(call: Call, task: Task, window: int, slot_ids: int, slot_weights: int, table: int, token: int, first: int, end: int,
+                        num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, global_ids: int, rank: int, team_size: int) -> int:
+    """Ids and weights of a token to its rows in my team, all its rows to the table."""
+    rows, team = _of_token(call, task, token, first, num_topk), _team(rank, team_size)
+    for name in ("ids", "weights"):
+        call.cell(task, name).read(task)
+    ids, weights = task.block.values["ids"][token - first], task.block.values["weights"][token - first]
+
+    def to_team(access: Access, offset: int, routing: bool) -> None:
+        for row in rows[rows >= 0].tolist():
+            peer, place = divmod(row, plane_rows)
+            if peer in team:
+                data = _ids_at(ids, peer, num_experts // num_ranks, global_ids).view(np.uint8) if routing else weights
+                access.write(call.sim.peer_address(task, window, offset + 4 * place * num_topk, peer), data)
+                call.scheduler.split()
+
+    return call.perform(task, (), {
+        "table": lambda a: a.write(table + 4 * token * num_topk, rows.view(np.uint8)), "slot_ids": lambda a: to_team(a, slot_ids, True),
+        "slot_weights": lambda a: to_team(a, slot_weights, False)})
+
+
+def ll_net_take_token(call: Call, task: Task, window: int, slot: int, slot_scales: int, slot_ids: int, slot_weights: int, messages: int, remote: int,
+                      source: int, token: int, most: int, num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int,
+                      scale_bytes: int, header_bytes: int, message_bytes: int, global_ids: int, rank: int, epoch: int) -> int:
+    """A received row, its scales, ids and weights to their place."""
+    at = messages + (source * most + token) * message_bytes
+    places = np.full(num_topk, -1, np.int32)
+    parts: dict[str, np.ndarray] = {}
+    offsets = {"slot": slot, "slot_scales": slot_scales, "slot_ids": slot_ids, "slot_weights": slot_weights}
+
+    def load(access: Access) -> None:
+        message = access.read(_local(call, task, window, at), header_bytes + row_bytes + scale_bytes)
+        if int(message[:8].view(np.uint64)[0]) != 1 << 32 | epoch:   # fresh memory has none
+            return
+        rows, ids, weights = message[8:8 + 12 * num_topk].reshape(3, 4 * num_topk)
+        for k, row in enumerate(rows.view(np.int32).tolist()):
+            if row >= 0 and row // plane_rows == rank:
+                places[k] = row % plane_rows
+        parts.update(slot=message[header_bytes:header_bytes + row_bytes].copy(), slot_scales=message[header_bytes + row_bytes:].copy(),
+                     slot_ids=_ids_at(ids.view(np.int32), rank, num_experts // num_ranks, global_ids).view(np.uint8), slot_weights=weights.copy())
+
+    def store(access: Access) -> None:
+        for place in places[places >= 0].tolist():
+            part = parts[access.effect.noun]
+            if len(part):
+                access.write(_local(call, task, window, offsets[access.effect.noun] + place * len(part)), part)
+
+    def keep(access: Access) -> None:
+        access.write(remote + 4 * (source * most + token) * num_topk, places.view(np.uint8))
+
+    return call.perform(task, (), {"staging": load, "slot": store, "slot_scales": store, "slot_ids": store, "slot_weights": store, "remote": keep})
+
+
+def ll_net_publish_arrived_rows(call: Call, task: Task, window: int, arrived: int, rank: int, team_size: int, epoch: int) -> int:
+    """ARRIVED with the number of rows, to my team."""
+    def publish(access: Access) -> None:
+        call.cell(task, "total").read(task)
+        for peer in _team(rank, team_size):
+            _to(call, task, access, window, arrived + 8 * rank, range(peer, peer + 1), tagged(epoch, int(task.block.values["total"][peer])))
+
+    return call.perform(task, (window, arrived, rank, team_size, epoch), {"arrived": publish})
+
+
+def ll_net_put_row_tags(call: Call, task: Task, comm: int, window: int, tags: int, rank: int, num_ranks: int, team_size: int, epoch: int) -> int:
+    """TAGs with the number of rows."""
+    def net(access: Access) -> None:
+        call.cell(task, "total").read(task)
+        for peer in _networked(rank, num_ranks, team_size):
+            _network(call, comm).put_value(task, window, peer, 0, tags + 8 * rank, tagged(epoch, int(task.block.values["total"][peer])))
+            call.scheduler.split()
+
+    return call.perform(task, (), {"net": net})
+
+
+def ll_net_take_arrived_rows(call: Call, task: Task, window: int, arrived: int, tags: int, slot_ids: int, rank: int, num_ranks: int, team_size: int,
+                             num_topk: int, plane_rows: int, epoch: int, src_rank_counters: int) -> int:
+    """Counts of received rows, and -1 in unused ids."""
+    launch, values, capacity, team = task.block.launch, task.block.values, plane_rows // num_ranks, _team(rank, team_size)
+    sources = range(task.warp, num_ranks, launch.warps)
+    values.setdefault("count", np.zeros(num_ranks, np.int64))
+
+    def take(access: Access) -> None:
+        for source in sources:
+            if (source in team) == (access.effect.noun == "arrived"):
+                call.cell(task, "total").write(task, atomic=True)
+                at = arrived if source in team else tags
+                values["count"][source] = access.load(access.word(_local(call, task, window, at + 8 * source))) & 0xFFFFFF
+
+    def store(access: Access) -> None:
+        for source in sources:
+            access.write(src_rank_counters + 4 * source, np.array([values["count"][source]], np.int32).view(np.uint8))
+
+    def fill(access: Access) -> None:
+        call.cell(task, "total").read(task)
+        for source, count in enumerate(values["count"].tolist()):   # rows of every source over all warps
+            for row in range(count + (task.warp - count) % launch.warps, capacity, launch.warps):
+                access.write(_local(call, task, window, slot_ids + 4 * num_topk * (source * capacity + row)), np.full(4 * num_topk, 0xFF, np.uint8))
+
+    return call.perform(task, (window, arrived, tags, slot_ids, rank, num_ranks, team_size, num_topk, plane_rows, epoch, src_rank_counters),
+                        {"arrived": take, "tag": take, "src_rank_counters": store, "slot_ids": fill})
 
 
 # ---- combine ---------------------------------------------------------------------------------------------------------------------
@@ -401,3 +580,30 @@ def ll_net_gather_row(call: Call, task: Task, window: int, slot: int, returned: 
         access.write(out + token * row_bytes, pack(total, token_type))
 
     return call.perform(task, (), {"table": read_table, "weights": read_weights, "slot": pull, "returned": take, "out": add})
+
+
+def ll_net_sum_row(call: Call, task: Task, window: int, slot: int, returned: int, table: int, out: int, token: int, num_topk: int, num_ranks: int,
+                   plane_rows: int, row_bytes: int, token_type: int, rank: int, team_size: int) -> int:
+    """A combined row of RANK_MAJOR, of rows of my team and of what came back."""
+    team = _team(rank, team_size)
+    rows: list[int] = []
+    pieces: dict[int, np.ndarray] = {}
+
+    def pull(access: Access) -> None:
+        for k, row in enumerate(rows):
+            if row >= 0 and row // plane_rows in team:
+                pieces[k] = access.read(_row(call, task, window, slot, row, plane_rows, row_bytes), row_bytes).copy()
+                call.scheduler.split()
+
+    def take(access: Access) -> None:
+        for k, row in enumerate(rows):
+            if row >= 0 and row // plane_rows not in team:
+                pieces[k] = access.read(_local(call, task, window, returned + (token * num_topk + k) * row_bytes), row_bytes).copy()
+
+    def add(access: Access) -> None:
+        total = np.zeros(row_bytes // (4 if token_type == 2 else 2), np.float32)
+        for k in sorted(pieces):
+            total = fma(unpack(pieces[k], token_type), np.float32(1), total)
+        access.write(out + token * row_bytes, pack(total, token_type))
+
+    return call.perform(task, (), {"table": lambda a: rows.extend(_read_rows(a, table, token, num_topk)), "slot": pull, "returned": take, "out": add})

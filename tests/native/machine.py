@@ -19,7 +19,7 @@ from ncclep_py.simulator import Simulator
 __all__ = ["Machine", "source"]
 
 HERE = Path(__file__).parent
-SOURCES = ("lane_ops.cu", "fabric_ops.cu", "staged_ops.cu", "ht_ops.cu", "trace_ops.cu", *toolchain.TEAM_SOURCES)
+SOURCES = ("lane_ops.cu", "fabric_ops.cu", "rank_ops.cu", "recipe_ops.cu", "staged_ops.cu", "ht_ops.cu", "trace_ops.cu", *toolchain.TEAM_SOURCES)
 INLINE = {   # function that is PTX: what it does
     "u64 nanoseconds": "return u64(steps);",
     "u64 load_relaxed_sys": "yield(); return *(volatile u64*)p;",
@@ -38,6 +38,7 @@ INLINE = {   # function that is PTX: what it does
     "int load_idx": "i64 e = bytes == 8 ? ((i64*)base)[i] : ((int*)base)[i]; return e >= 0 && e < experts ? int(e) : -1;",
     "float load_weight": "return *(float*)p;",
     "int over": "return a / b;",
+    "u32 e4m3_pair": "return to_e4m3(low) | to_e4m3(high) << 8;",
     "Staging staging": "return {0, 0};",
 }
 PEER_AT = "INLINE u64 peer_at(i64 window, i64 offset, i64 peer) { return window_at(window, offset, peer); }\n"

@@ -12,6 +12,7 @@
 #include <tuple>
 #include <ucontext.h>
 #include <vector>
+using std::isinf;
 using std::max;
 using std::min;
 typedef long long i64;
@@ -23,6 +24,7 @@ typedef unsigned int u32;
 
 struct Index { unsigned x; };
 struct uint4 { unsigned x, y, z, w; };
+struct uint2 { unsigned x, y; };
 struct Barrier { int arrived = 0; unsigned turn = 0; void* where = nullptr; };
 struct Block { Barrier barrier; int any = 0, told_any = 0, count = 0, told_count = 0; std::vector<u32> shared; };
 struct Warp { Barrier barrier; u64 slot[32]; };
@@ -112,9 +114,21 @@ static int __ffs(unsigned v) { return __builtin_ffs(int(v)); }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
 static unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static float __frcp_rn(float a) { return 1.f / a; }
+static unsigned __vmaxu2(unsigned a, unsigned b) { return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff); }
+static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static void __threadfence_system() {}
 static u32 to_bf16(float f) { u32 u = __float_as_uint(f); return (u & 0x7fffffff) > 0x7f800000 ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16; }
+static u32 to_e4m3(float f) {   // nearest even, held within +-448
+  u32 sign = __float_as_uint(f) >> 31 << 7;
+  if (std::isnan(f)) return sign | 127;
+  float size = fminf(fabsf(f), 448.f);
+  int exponent = size > 0 ? max(std::ilogb(size), -6) : -6, steps = int(std::nearbyint(std::ldexp(size, 3 - exponent)));
+  return sign | u32(steps < 8 ? steps : (exponent + 7) * 8 + steps - 8);
+}
 static u32 to_fp16(float f) { _Float16 h = _Float16(f); unsigned short u; memcpy(&u, &h, 2); return u; }
 static float from_fp16(u32 u) { unsigned short s = (unsigned short)u; _Float16 h; memcpy(&h, &s, 2); return float(h); }
 

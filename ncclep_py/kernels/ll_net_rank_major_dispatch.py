@@ -1,0 +1,142 @@
+"""Low-latency dispatch over several teams, RANK_MAJOR: a token's row once to each rank that hosts any of its experts, with its ids and weights.
+
+Phases: 1 head, 2 rows assigned, 3 wait for the heads, 4 send: messages, 5 rows inside my team, 6 tell: arrived, tags and signals, 7 take what
+networked ranks sent. A row's place needs nothing from other ranks; how many rows there are travels with ARRIVED, and in the TAGs. Design and safety:
+``ncclep_py.ll_net_map``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ncclep_py.errors import Code
+from ncclep_py.kernels.ll_net_shape import LLNetShape
+from ncclep_py.kernels.ops import Vocabulary
+from ncclep_py.kernels.stamps import COUNT as COUNTING
+from ncclep_py.kernels.stamps import END, HEAD, MEET, ROWS, WAIT_ARRIVED, WAIT_HEADS
+
+__all__ = ["PARAMETERS", "make_ll_net_rank_major_dispatch"]
+
+PARAMETERS = ("comm", "window", "rank", "local", "record", "tokens", "topk_idx", "topk_weights", "num_tokens", "src_rank_counters", "global_ids",
+              "scales", "slot", "table", "remote", "header", "handle", "signature", "status", "timeout")
+"""Run-time values of a launch, all 64-bit integers; `comm`: address of the device communicator."""
+
+
+def make_ll_net_rank_major_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., None]:
+    """The kernel for one shape, over one implementation of the vocabulary."""
+    RANKS, EXPERTS, TOPK, ROW_BYTES, IDX_BYTES = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, shape.idx_bytes
+    PLANE_ROWS, HEADS, ARRIVED = shape.window.plane_rows, shape.window.heads, shape.window.arrived
+    IDS, WEIGHTS = shape.window.recv_ids, shape.window.recv_weights
+    EPOCH, BLOCKS_DONE, FAIL, COUNT, BLOCKS_TOLD = shape.local.epoch, shape.local.blocks_done, shape.local.fail, shape.net.count, shape.net.count + 8
+    TEAM, MOST, CONTEXTS, TAGS = shape.net.team_size, shape.net.tokens, shape.net.num_contexts, shape.net.tags
+    SENT, MESSAGES = shape.net.sent, shape.net.messages
+    SENT_BYTES, SCALE_BYTES, SCALES = shape.sent_bytes, shape.wire.scale_bytes, shape.slot_scales
+    QUANTISE, ROUND = shape.wire.quantise, int(shape.wire.round_scales)
+    HEADER_BYTES, MESSAGE_BYTES = shape.net.routed_header_bytes, shape.net.message_bytes
+    PUT_BYTES, WORDS = HEADER_BYTES + SENT_BYTES + SCALE_BYTES, 3
+    SENT_ROWS, SENT_SCALES, COPIED_BYTES = SENT + HEADER_BYTES, SENT + HEADER_BYTES + SENT_BYTES, 0 if QUANTISE else SENT_BYTES
+    REFUSED, MISMATCH = int(Code.REFUSED), int(Code.MISMATCH)
+    block_idx, warp_idx, blocks, warps = ops.block_idx, ops.warp_idx, ops.ht_net_blocks, ops.ht_net_warps
+    read_epoch, advance_epoch, read_count, advance_count = ops.read_epoch, ops.advance_epoch, ops.ht_net_count, ops.ht_net_advance
+    first_token, end_token, token_part = ops.first_token, ops.end_token, ops.token_part
+    publish_head, enter, wait_heads, publish_abort = ops.ht_net_publish_head, ops.ll_net_enter, ops.ll_net_wait_heads, ops.ht_net_publish_abort
+    count_ranks, assign_ranks, send_routing = ops.count_ranks, ops.assign_ranks, ops.ll_net_send_routing
+    send_row, scatter_row, take_token = ops.ll_net_send_row, ops.ll_net_scatter_row, ops.ll_net_take_token
+    stage_row, quantise_row, spread_row = ops.ll_net_stage_row, ops.ll_net_quantise_row, ops.ll_net_spread_row
+    signal, put_tags, put_row_tags, wait_data = ops.ll_net_signal, ops.ll_net_put_tags, ops.ll_net_put_row_tags, ops.ll_net_wait_data
+    publish_arrived_rows, wait_arrived, take_arrived_rows = ops.ll_net_publish_arrived_rows, ops.ht_net_wait_arrived, ops.ll_net_take_arrived_rows
+    last_block, op_code, outcome, clear_fail, store_header = ops.last_block, ops.op_code, ops.outcome, ops.clear_fail, ops.store_header
+    trace_begin, stamp = ops.trace_begin, ops.stamp
+
+    def ll_net_rank_major_dispatch(comm, window, rank, local, record, tokens, topk_idx, topk_weights, num_tokens, src_rank_counters,  # noqa: ANN001, ANN202
+                                   global_ids, scales, slot, table, remote, header, handle, signature, status, timeout):
+        trace = trace_begin()
+        epoch, fail, count, code = read_epoch(local + EPOCH), local + FAIL, read_count(local + COUNT), 0
+        first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
+        trace = stamp(trace, HEAD)
+        # ---- 1 head: what my stream did before is done, and what networked ranks ever put is here --------------------------
+        if block_idx() == 0:
+            if warp_idx() == 0:
+                publish_head(window, HEADS, rank, RANKS, TEAM, epoch, signature, status)
+            code = enter(comm, window, HEADS, rank, RANKS, TEAM, CONTEXTS, count, epoch, signature, status, fail, record, timeout)
+            if code != 0:
+                if warp_idx() == 0:
+                    publish_abort(window, HEADS, ARRIVED, rank, RANKS, TEAM, epoch, fail)   # my other blocks wait for that
+        # ---- 2 rows assigned ------------------------------------------------------------------------------------------------
+        trace = stamp(trace, COUNTING)
+        count_ranks(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, RANKS, first)
+        assign_ranks(topk_idx, IDX_BYTES, topk_weights, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, rank)
+        # ---- 3 wait: no other window is touched before all ranks are here ---------------------------------------------------
+        trace = stamp(trace, WAIT_HEADS)
+        if code == 0:
+            code = wait_heads(comm, window, HEADS, rank, RANKS, TEAM, count, epoch, signature, fail, record, timeout)
+        # ---- 4 send: whole rows, a warp each; DS_FP8 rows are made in their messages, also those for my team ----------------
+        trace = stamp(trace, ROWS)
+        if code == 0:
+            if part == 0:   # blocks that share tokens leave it to the first
+                at = first + warp_idx()
+                while at < end:
+                    if QUANTISE:
+                        quantise_row(window, SENT_ROWS, SENT_SCALES, tokens, at, first, TOPK, RANKS, ROW_BYTES, ROUND, MESSAGE_BYTES, rank)
+                    elif SCALE_BYTES > 0:
+                        stage_row(window, SENT_SCALES, scales, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, SCALE_BYTES, MESSAGE_BYTES, rank, TEAM)
+                    send_row(comm, window, SENT, MESSAGES + rank * MOST * MESSAGE_BYTES, tokens, at, first, end, TOPK, RANKS, RANKS, PLANE_ROWS,
+                             COPIED_BYTES, WORDS, HEADER_BYTES, PUT_BYTES, MESSAGE_BYTES, rank, TEAM, CONTEXTS, epoch)
+                    at += warps()
+        # ---- 5 rows inside my team ------------------------------------------------------------------------------------------
+                at = first + warp_idx()
+                while at < end:
+                    if QUANTISE:
+                        spread_row(window, slot, SENT_ROWS, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, SENT_BYTES, MESSAGE_BYTES, rank, TEAM)
+                        spread_row(window, slot + SCALES, SENT_SCALES, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, SCALE_BYTES, MESSAGE_BYTES, rank,
+                                   TEAM)
+                    else:
+                        scatter_row(window, slot, tokens, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, SENT_BYTES, rank, TEAM)
+                        if SCALE_BYTES > 0:
+                            scatter_row(window, slot + SCALES, scales, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, SCALE_BYTES, rank, TEAM)
+                    send_routing(window, slot + IDS, slot + WEIGHTS, table, at, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS, global_ids, rank, TEAM)
+                    at += warps()
+        # ---- 6 tell: the last block speaks for the rank ---------------------------------------------------------------------
+        trace = stamp(trace, MEET)
+        if last_block(local + BLOCKS_TOLD) == 1:
+            if warp_idx() == 0:
+                why = outcome(fail, epoch, 0)
+                if why == 0:
+                    publish_arrived_rows(window, ARRIVED, rank, TEAM, epoch)
+                    put_row_tags(comm, window, TAGS, rank, RANKS, TEAM, epoch)
+                else:
+                    publish_abort(window, HEADS, ARRIVED, rank, RANKS, TEAM, epoch, fail)
+                    put_tags(comm, window, TAGS, rank, RANKS, TEAM, count, epoch, why)
+                signal(comm, rank, RANKS, TEAM, 0)   # context 0 has two in every operation
+                context = 0
+                while context < CONTEXTS:
+                    signal(comm, rank, RANKS, TEAM, context)
+                    context += 1
+        # ---- 7 take what networked ranks sent, all blocks together ----------------------------------------------------------
+        if code == 0:
+            code = wait_data(comm, window, TAGS, rank, RANKS, TEAM, CONTEXTS, count, epoch, fail, record, timeout)
+        if code == 0:
+            at = block_idx() * warps() + warp_idx()
+            while at < RANKS * MOST:
+                if at // MOST // TEAM != rank // TEAM:
+                    take_token(window, slot, slot + SCALES, slot + IDS, slot + WEIGHTS, MESSAGES, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS,
+                               RANKS, PLANE_ROWS, SENT_BYTES, SCALE_BYTES, HEADER_BYTES, MESSAGE_BYTES, global_ids, rank, epoch)
+                at += blocks() * warps()
+        if last_block(local + BLOCKS_DONE) == 1:
+            code = op_code(fail, epoch)
+            trace = stamp(trace, WAIT_ARRIVED)
+            if code == 0:
+                code = wait_arrived(window, ARRIVED, rank, TEAM, epoch, fail, record, timeout)
+            if code == 0:
+                take_arrived_rows(window, ARRIVED, TAGS, slot + IDS, rank, RANKS, TEAM, TOPK, PLANE_ROWS, epoch, src_rank_counters)
+            if warp_idx() == 0:
+                if code == 0:
+                    store_header(header, epoch, handle)
+                elif code != REFUSED and code != MISMATCH:   # in these nobody wrote a row: what the slot held it still holds
+                    store_header(header, epoch, 0)
+                clear_fail(fail)
+                advance_count(local + COUNT, count)
+                advance_epoch(local + EPOCH, epoch)
+        stamp(trace, END)
+
+    return ll_net_rank_major_dispatch
