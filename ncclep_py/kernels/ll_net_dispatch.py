@@ -30,7 +30,8 @@ def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., No
     COUNTS_SENT, NET_COUNTS, SENT, MESSAGES = shape.net.counts_sent, shape.net.net_counts, shape.net.sent, shape.net.messages
     SENT_BYTES, SCALE_BYTES, SCALES = shape.sent_bytes, shape.wire.scale_bytes, shape.slot_scales
     QUANTISE, ROUND = shape.wire.quantise, int(shape.wire.round_scales)
-    HEADER_BYTES, MESSAGE_BYTES, PUT_BYTES = shape.net.header_bytes, shape.net.message_bytes, shape.net.header_bytes + SENT_BYTES + SCALE_BYTES
+    HEADER_BYTES, MESSAGE_BYTES = shape.net.header_bytes, shape.net.message_bytes
+    PUT_BYTES, WORDS = HEADER_BYTES + SENT_BYTES + SCALE_BYTES, 1
     SENT_ROWS, SENT_SCALES, COPIED_BYTES = SENT + HEADER_BYTES, SENT + HEADER_BYTES + SENT_BYTES, 0 if QUANTISE else SENT_BYTES
     REFUSED, MISMATCH = int(Code.REFUSED), int(Code.MISMATCH)
     block_idx, warp_idx, blocks, warps = ops.block_idx, ops.warp_idx, ops.ht_net_blocks, ops.ht_net_warps
@@ -84,7 +85,7 @@ def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., No
                     elif SCALE_BYTES > 0:
                         stage_row(window, SENT_SCALES, scales, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES, MESSAGE_BYTES, rank, TEAM)
                     send_row(comm, window, SENT, MESSAGES + rank * MOST * MESSAGE_BYTES, tokens, at, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS,
-                             COPIED_BYTES, 1, HEADER_BYTES, PUT_BYTES, MESSAGE_BYTES, rank, TEAM, CONTEXTS, epoch)
+                             COPIED_BYTES, WORDS, HEADER_BYTES, PUT_BYTES, MESSAGE_BYTES, rank, TEAM, CONTEXTS, epoch)
                     at += warps()
             trace = stamp(trace, WAIT_COUNTS)
             code = wait_counts(comm, window, COUNTS, NET_COUNTS, rank, RANKS, TEAM, EXPERTS, count, epoch, PLANE_ROWS, expert_counters, fail, record,

@@ -57,7 +57,7 @@ class LLNetProgram(Program):
         if wire.quantise:
             tokens = [torch.randn(t, self.config.hidden, generator=self.rng).bfloat16() for t in self.num_tokens]
             sent = [ref.quantize_ds_fp8(rows, wire.round_scales) for rows in tokens]
-        rows, beside = ([part.contiguous().view(torch.uint8).view(len(part), -1) for part in parts] for parts in zip(*sent, strict=True))
+        rows, beside = ([part.contiguous().view(torch.uint8) for part in parts] for parts in zip(*sent, strict=True))
         how: dict[str, Any] = {"num_experts": self.config.num_experts, "scales": beside,
                                "max_dispatch_tokens_per_rank": self.config.max_dispatch_tokens_per_rank}
         expected: list[Any] = (ref.ll_rank_major_dispatch(rows, ids, weights, **how) if rank_major
