@@ -1,14 +1,13 @@
 """LOW_LATENCY groups and handles whose ranks form several teams; calls and results are those of one team. Protocol: ``ncclep_py.ll_net_map``.
 
-Refused by a sentence: NVFP4 combine, staged operations, masks, user windows.
+Refused by a sentence: staged operations, masks, user windows.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ncclep_py.arguments import refused
-from ncclep_py.config import CombineQuant, HandleConfig, Layout
+from ncclep_py.config import HandleConfig, Layout
 from ncclep_py.errors import Status
 from ncclep_py.group import Group
 from ncclep_py.handle import Handle
@@ -16,7 +15,6 @@ from ncclep_py.kernels.ll_net_shape import LLNetShape
 from ncclep_py.kernels.shape import KernelShape
 from ncclep_py.ll_net_map import LLNetMap
 from ncclep_py.plan import device_needs
-from ncclep_py.refusal import Refusal
 from ncclep_py.signature import OpKind
 from ncclep_py.streams import on_stream
 
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["LLNetGroup", "LLNetHandle"]
 
 KERNEL_NAMES = {"ll_dispatch": "ll_net_dispatch", "ll_rank_major_dispatch": "ll_net_rank_major_dispatch", "ll_combine": "ll_net_combine",
-                "ll_copy": "ll_copy"}
+                "ll_nvfp4_combine": "ll_net_nvfp4_combine", "ll_copy": "ll_copy"}
 
 
 def _missing(what: str) -> NotImplementedError:
@@ -100,20 +98,16 @@ class LLNetHandle(Handle):
 
     group: LLNetGroup
 
-    def _check_combine(self, given: Any, made: Any, weights: Any, config: Any, slot: int) -> None:
-        if config.quant_recipe is not CombineQuant.NONE:
-            raise refused(_missing(f"quant_recipe {config.quant_recipe.name}"), Refusal.OTHER)
-        super()._check_combine(given, made, weights, config, slot)
-
     def _launch(self, name: str, slot: int, status: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...], global_ids: bool = False,
                 sent: Any = None, place: int = -1) -> None:
         """Submit one operation; `own` are the kernel's values between the record and the slot, for one team."""
-        group, combine = self.group, name == "ll_combine"
+        group, combine = self.group, name in ("ll_combine", "ll_nvfp4_combine")
         plan, local_map = group.map, group.local_map
         local, record = group.addresses()
         stamp = self.id << 32 | (self._held if combine else self._generation)
-        signature = group.signature(OpKind.COMBINE if combine else OpKind.DISPATCH, self.layout, slot, self.num_topk, global_ids, sent)
-        values = (group.device.address, group.window.handle, group.rank, local, record, *own, *((1,) if combine else ()),
+        signature = group.signature(OpKind.COMBINE if combine else OpKind.DISPATCH, self.layout, slot, self.num_topk, global_ids, sent,
+                                    int(name == "ll_nvfp4_combine"))
+        values = (group.device.address, group.window.handle, group.rank, local, record, *own, *((1,) if name == "ll_combine" else ()),
                   plan.slot(slot), local + local_map.table(slot), local + group.net.slot_remote(slot), local + local_map.header(slot), stamp,
                   signature, status, group.config.wait_ns)
         kernel = self._kernel(name, None if sent is None else sent.wire)

@@ -10,7 +10,8 @@ its place, and keeps where it put it (REMOTE, of the slot). Combine puts each of
 In RANK_MAJOR a global row names a rank and the row's place there, which nobody else has a say in; it stands at the first k with that rank. The
 message holds K ids and weights, too, and the receiver keeps of the ids those of its own experts. No counts travel: how many rows a rank gets from me
 is in my ARRIVED inside the team, in my TAG over the network. Combine puts one row per (token, rank) back, to the place of that k. Under a recipe a
-scale row follows the row; DS_FP8 rows are made in send staging once, for networked ranks and for my team.
+scale row follows the row; DS_FP8 rows are made in send staging once, for networked ranks and for my team. NVFP4 rows are packed in place before
+HEAD, as experts write theirs: no put reads a slot's rows then, since the dispatch that filled it, or a meeting since, has seen HEAD of all.
 
 A signal lands after all puts that were issued before it on its context and to its rank; nothing else orders puts. Each networked source has at each
 rank a HEAD signal (context 0, one add per operation) and on every context a DATA signal: one add per operation, on context 0 two, the first of them

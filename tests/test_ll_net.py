@@ -222,7 +222,7 @@ MUTANTS = {f"{kernel}: {name}": (kernel, change) for kernel in ("dispatch", "com
     "dispatch: no counts to other teams": ("dispatch", [
         ("put_counts(comm, window, COUNTS_SENT, NET_COUNTS, rank, RANKS, TEAM, EXPERTS)", "code = 0")]),
     "combine: no rows back": ("combine", [(
-        "return_rows(comm, window, slot, RETURNED, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, CONTEXTS)", "at = at")]),
+        "return_rows(comm, window, slot, RETURNED, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, ROW_BYTES, CONTEXTS)", "at = at")]),
     "combine: no check of the header": ("combine", [("            check_header(held, handle, rank, epoch, fail, record)", "            pass")]),
 }
 FACTORY = {"dispatch": make_ll_net_dispatch, "combine": make_ll_net_combine}
@@ -241,7 +241,7 @@ def test_kernel_mutant_is_red(name: str) -> None:
 
 
 OTHERS = {"ll_net_take_token", "ll_net_send_routing", "ll_net_publish_arrived_rows", "ll_net_put_row_tags", "ll_net_take_arrived_rows",
-          "ll_net_sum_row", "ll_net_stage_row", "ll_net_quantise_row", "ll_net_spread_row"}
+          "ll_net_sum_row", "ll_net_sum_packed_row", "ll_net_stage_row", "ll_net_quantise_row", "ll_net_spread_row"}
 """Operations of RANK_MAJOR and of recipes, whose mutants stand in tests of their own."""
 LL_NET = {op[0] for op in LL_NET_OPERATIONS} - OTHERS
 EFFECTS = {name: effects for name, effects in effect_mutants(LL_NET, NET_OPS).items() if "st." not in name or not name.endswith(" net")}

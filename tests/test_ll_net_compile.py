@@ -28,7 +28,7 @@ EXPERT_MAJOR, RANK_MAJOR = Layout.EXPERT_MAJOR, Layout.RANK_MAJOR
 FORWARDED, QUANTISED = Wire(7168, 448), Wire(7168, 224, True)
 COMPILED = [("ll_net_dispatch", EXPERT_MAJOR, PLAIN), ("ll_net_dispatch", EXPERT_MAJOR, FORWARDED), ("ll_net_dispatch", EXPERT_MAJOR, QUANTISED),
             ("ll_net_rank_major_dispatch", RANK_MAJOR, PLAIN), ("ll_net_rank_major_dispatch", RANK_MAJOR, QUANTISED),
-            ("ll_net_combine", EXPERT_MAJOR, PLAIN), ("ll_net_combine", RANK_MAJOR, PLAIN)]
+            ("ll_net_combine", EXPERT_MAJOR, PLAIN), ("ll_net_combine", RANK_MAJOR, PLAIN), ("ll_net_nvfp4_combine", EXPERT_MAJOR, PLAIN)]
 
 
 @pytest.mark.parametrize(("name", "layout", "wire"), COMPILED)

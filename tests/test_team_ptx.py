@@ -107,6 +107,7 @@ MUTANTS = {
     "ll_net_put_row_tags": ("    gin_put_value(", "    if (total[peer]) gin_signal_value(comm, 0, peer);\n    gin_put_value("),
     "ll_net_take_arrived_rows": ("  __syncthreads();\n", ""),
     "ll_net_sum_row": ("mine = peer_at(window, returned +", "mine = peer_at(window, out +"),
+    "ll_net_sum_packed_row": ("mine = peer_at(window, returned +", "mine = peer_at(window, out +"),
     "ll_net_gather_row": ("mine = peer_at(window, returned +", "mine = peer_at(window, out +"),
 }
 

@@ -64,7 +64,7 @@ def make_ll_net_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..., Non
                 at = block_idx() * warps() + warp_idx()
                 while at < RANKS * MOST:
                     if at // MOST // TEAM != rank // TEAM:
-                        return_rows(comm, window, slot, RETURNED, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, CONTEXTS)
+                        return_rows(comm, window, slot, RETURNED, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, ROW_BYTES, CONTEXTS)
                     at += blocks() * warps()
         # ---- 4 tell: the last block speaks for the rank ---------------------------------------------------------------------
         if last_block(local + BLOCKS_TOLD) == 1:

@@ -365,12 +365,12 @@ OP ep_ll_net_take_arrived_rows(i64 window, i64 arrived, i64 tags, i64 slot_ids, 
 
 // ---- combine -------------------------------------------------------------------------------------------------------------------------------------
 OP ep_ll_net_return_rows(i64 comm, i64 window, i64 slot, i64 returned, i64 remote, i64 source, i64 token, i64 most, i64 num_topk, i64 row_bytes,
-                         i64 contexts) {
+                         i64 put_bytes, i64 contexts) {
   int place = lane() < num_topk ? ((const int*)remote)[(source * most + token) * num_topk + lane()] : -1;
   if (!__any_sync(~0u, place >= 0)) return 0;
   net_release();
   if (place >= 0)
-    gin_put(comm, window, source, token % contexts, returned + (token * num_topk + lane()) * row_bytes, slot + i64(place) * row_bytes, row_bytes);
+    gin_put(comm, window, source, token % contexts, returned + (token * num_topk + lane()) * row_bytes, slot + i64(place) * row_bytes, put_bytes);
   __syncwarp();
   return 0;
 }
@@ -398,4 +398,14 @@ OP ep_ll_net_sum_row(i64 window, i64 slot, i64 returned, i64 table, i64 out, i64
   else if (row >= 0) mine = peer_at(window, returned + (token * num_topk + lane()) * row_bytes, rank);
   sum_rows(mine, out + token * row_bytes, token_type, 0, int(row_bytes / 16));
   return 0;
+}
+OP ep_ll_net_sum_packed_row(i64 window, i64 slot, i64 returned, i64 table, i64 weights, i64 out, i64 token, i64 num_topk, i64 num_experts,
+                            i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 rank, i64 team_size) {
+  i64 at = token * num_topk + lane();
+  int row = lane() < num_topk ? ((const int*)table)[at] : -1;
+  bool near_by = of_team(host_of(row, num_experts, num_ranks, plane_rows), rank, team_size);
+  u64 mine = 0;
+  if (near_by) mine = row_at(window, slot, row, int(num_experts) / int(num_ranks) * plane_rows, row_bytes);
+  else if (row >= 0) mine = peer_at(window, returned + at * row_bytes, rank);
+  return sum_packed(mine, weights, at, out + token * row_bytes, row_bytes, 0, row_bytes / 1024);
 }

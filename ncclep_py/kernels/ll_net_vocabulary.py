@@ -17,7 +17,7 @@ LL_NET_PARAMETERS = {
     "remote": "address of [R, M, K] rows in the slot of received (source, token, k)",
     "most": "most tokens of a rank, M",
     "words": "4-byte words of a (token, k) in shared memory and in a header: 1, its row; RANK_MAJOR 3, row, id and weight",
-    "put_bytes": "bytes of a message that are put: header, row and scale row",
+    "put_bytes": "bytes that are put: of a message header, row and scale row",
     "message_bytes": "bytes from one message to the next",
     "scale_bytes": "bytes of a scale row, 0 for none",
     "sent_scales": "window offset of the scale row of my first message",
@@ -87,13 +87,15 @@ LL_NET_OPERATIONS: tuple[tuple, ...] = (
      "ld.relaxed.sys arrived; ld.relaxed.sys tag; st.weak src_rank_counters; bar.sync; st.weak slot_ids",
      "After `ll_net_wait_data` and `ht_net_wait_arrived`: `take_arrived_rows`, of other teams from their TAGs."),
     # ---- combine ------------------------------------------------------------------------------------------------------
-    ("ll_net_return_rows", "warp", "comm window slot returned remote source token most num_topk row_bytes contexts", f"ld.weak remote; {_ISSUE}",
-     "Put what experts made of a received token's rows back to its source."),
+    ("ll_net_return_rows", "warp", "comm window slot returned remote source token most num_topk row_bytes put_bytes contexts",
+     f"ld.weak remote; {_ISSUE}", "Put what experts made of a received token's rows back to its source, the first bytes of each."),
     ("ll_net_gather_row", "warp",
      f"window slot returned table weights out token {_SIZES} plane_rows row_bytes token_type rank team_size",
      "ld.weak table; ld.nc weights; ld.weak slot; ld.weak returned; st.weak out",
      "`gather_row` of a whole row: rows of my team from where they are, others from what came back."),
     ("ll_net_sum_row", "warp", "window slot returned table out token num_topk num_ranks plane_rows row_bytes token_type rank team_size",
      "ld.weak table; ld.weak slot; ld.weak returned; st.weak out", "`sum_row` of a whole row, from the same places."),
+    ("ll_net_sum_packed_row", "warp", f"window slot returned table weights out token {_SIZES} plane_rows row_bytes rank team_size",
+     "ld.weak table; ld.weak slot; ld.weak returned; ld.nc weights; st.weak out", "`sum_packed_row` of a whole row, from the same places."),
 )
 """In the order of an operation's life."""

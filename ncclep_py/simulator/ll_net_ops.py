@@ -7,7 +7,7 @@ import numpy as np
 from ncclep_py.errors import Code, Phase, Status
 from ncclep_py.simulator.call import Access, Call
 from ncclep_py.simulator.ht_net_ops import _head, _head_words, _local, _network, _team, _to, _wait_signals
-from ncclep_py.simulator.recipe_ops import quantise
+from ncclep_py.simulator.recipe_ops import PACKED_STRETCH, quantise, unpack_nvfp4
 from ncclep_py.simulator.routing_ops import _read_rows, _read_weights, _row
 from ncclep_py.simulator.rows import fma, pack, unpack
 from ncclep_py.simulator.task import Task
@@ -530,7 +530,7 @@ def ll_net_take_arrived_rows(call: Call, task: Task, window: int, arrived: int, 
 
 # ---- combine ---------------------------------------------------------------------------------------------------------------------
 def ll_net_return_rows(call: Call, task: Task, comm: int, window: int, slot: int, returned: int, remote: int, source: int, token: int, most: int,
-                       num_topk: int, row_bytes: int, contexts: int) -> int:
+                       num_topk: int, row_bytes: int, put_bytes: int, contexts: int) -> int:
     """A received token's rows back to its source."""
     places: list[int] = []
 
@@ -541,7 +541,7 @@ def ll_net_return_rows(call: Call, task: Task, comm: int, window: int, slot: int
         for k, place in enumerate(places):
             if place >= 0:
                 _network(call, comm).put(task, window, source, token % contexts, returned + (token * num_topk + k) * row_bytes,
-                                         slot + place * row_bytes, row_bytes)
+                                         slot + place * row_bytes, put_bytes)
                 call.scheduler.split()
 
     return call.perform(task, (), {"remote": load, "net": net})
@@ -607,3 +607,36 @@ def ll_net_sum_row(call: Call, task: Task, window: int, slot: int, returned: int
         access.write(out + token * row_bytes, pack(total, token_type))
 
     return call.perform(task, (), {"table": lambda a: rows.extend(_read_rows(a, table, token, num_topk)), "slot": pull, "returned": take, "out": add})
+
+
+def ll_net_sum_packed_row(call: Call, task: Task, window: int, slot: int, returned: int, table: int, weights: int, out: int, token: int,
+                          num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, rank: int, team_size: int) -> int:
+    """A combined row of packed rows of my team and of what came back."""
+    rows_per_rank, team, size = num_experts // num_ranks * plane_rows, _team(rank, team_size), row_bytes // 1024 * PACKED_STRETCH
+    rows: list[int] = []
+    parts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    w = np.ones(num_topk, np.float32)
+
+    def fetch(access: Access) -> None:
+        for k, row in enumerate(rows):
+            near_by = row // rows_per_rank in team
+            if row >= 0 and near_by == (access.effect.noun == "slot"):
+                at = (_row(call, task, window, slot, row, rows_per_rank, row_bytes) if near_by
+                      else _local(call, task, window, returned + (token * num_topk + k) * row_bytes))
+                packed = access.read(at, size + 4)
+                parts[k] = unpack_nvfp4(packed[:size], packed[size:].copy().view(np.float32)[0])
+                call.scheduler.split()
+
+    def read_weights(access: Access) -> None:
+        if weights:
+            w[:] = _read_weights(access, weights, token, num_topk)
+
+    def add(access: Access) -> None:
+        total = np.zeros(row_bytes // 2, np.float32)
+        for k in sorted(parts):
+            q, factors = parts[k]
+            total = fma(q, np.repeat(factors * w[k], 16), total)
+        access.write(out + token * row_bytes, pack(total, 0))
+
+    return call.perform(task, (), {"table": lambda a: rows.extend(_read_rows(a, table, token, num_topk)), "slot": fetch, "returned": fetch,
+                                   "weights": read_weights, "out": add})
