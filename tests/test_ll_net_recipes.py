@@ -15,7 +15,7 @@ from ncclep_py.kernels.ll_net_dispatch import make_ll_net_dispatch
 from ncclep_py.kernels.ll_net_rank_major_dispatch import make_ll_net_rank_major_dispatch
 from ncclep_py.kernels.ops import NET_OPS
 from ncclep_py.kernels.shape import Wire
-from ncclep_py.simulator import SimulationError, Simulator
+from ncclep_py.simulator import RaceError, SimulationError, Simulator
 from ncclep_py.simulator.ll_net_program import LLNetProgram, LLNetRankMajorProgram
 
 PROGRAMS: dict[Layout, type[LLNetProgram]] = {Layout.EXPERT_MAJOR: LLNetProgram, Layout.RANK_MAJOR: LLNetRankMajorProgram}
@@ -174,6 +174,30 @@ def test_no_row_is_taken_for_a_message(monkeypatch: pytest.MonkeyPatch, one_dist
         except (AssertionError, SimulationError):
             right = False
     assert right == one_distance
+
+
+MADE = """        if part == 0:
+            at = first + warp_idx()
+            while at < end:
+                quantise_row(window, SENT_ROWS, SENT_SCALES, tokens, at, first, TOPK, RANKS, ROW_BYTES, ROUND, MESSAGE_BYTES, rank)
+                at += warps()
+"""
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_messages_are_made_after_the_heads_of_all(before: bool) -> None:
+    """L-N2: before, a put of the last dispatch may still read what lies there. Made once more after them, nothing happens."""
+    place = "        # ---- 3 wait" if before else "        # ---- 4 send"
+    made = MADE if before else MADE.replace("part == 0:", "part == 0 and code == 0:")
+    make = mutant(make_ll_net_rank_major_dispatch, (place, made + place))
+    error = None
+    for seed in range(40):
+        try:
+            play(seed, Layout.RANK_MAJOR, WIRES["quantised"], make_dispatch=make)
+        except SimulationError as found:
+            error = found
+            break
+    assert isinstance(error, RaceError) == before and (before or error is None)
 
 
 OWN = {"ll_net_stage_row", "ll_net_quantise_row", "ll_net_spread_row"}
