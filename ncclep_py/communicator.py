@@ -139,8 +139,10 @@ class Communicator(ABC):
         """No kernel touches these tensors of `zeros` and `host_words` any more."""
 
     @abstractmethod
-    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None) -> Kernel:
-        """A loaded kernel. Compiles if it must; refuses grids that could not run at once. With a `tracer` its stamps are written."""
+    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None,
+               waits: bool = False) -> Kernel:
+        """A loaded kernel. Compiles if it must; refuses grids that could not run at once. With a `tracer` its stamps are written, with `waits` it
+        counts how long it waits for whom."""
 
     @abstractmethod
     def tracer(self, num_blocks: int) -> Tracer:
@@ -294,11 +296,12 @@ class NcclRank(Communicator):
 
         return torch.zeros(count, dtype=torch.int64).pin_memory()
 
-    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None) -> Kernel:
+    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None,
+               waits: bool = False) -> Kernel:
         from ncclep_py import launch, prebuilt
 
         prebuilt.check_loaded(_loaded_version())
-        compiled = launch.compile_kernel(launch.KernelSpec(name, shape), arch_of(self.device), trace=tracer is not None)
+        compiled = launch.compile_kernel(launch.KernelSpec(name, shape), arch_of(self.device), trace=tracer is not None, waits=waits)
         loaded = launch.load(compiled) if tracer is None else tracer.load(compiled, self.device.index)
         per_sm = launch.occupancy(loaded, BLOCK_THREADS, shared_bytes)
         room = per_sm * self.multiprocessors()

@@ -92,7 +92,7 @@ def _config(options: argparse.Namespace) -> GroupConfig:
         name, equals, value = text.partition("=")
         if not equals or not value.lstrip("-").isdigit():
             raise ValueError(f"--config must be NAME=INTEGER, got {text!r}")
-        more[name] = bool(int(value)) if name in ("enable_mask", "checked", "trace") else int(value)
+        more[name] = bool(int(value)) if name in ("enable_mask", "checked", "trace", "count_waits") else int(value)
     algorithm = Algorithm.HIGH_THROUGHPUT if options.algorithm == "ht" else Algorithm.LOW_LATENCY
     try:
         return GroupConfig(num_experts=options.experts, max_dispatch_tokens_per_rank=options.tokens, hidden=options.hidden, num_topk=options.topk,

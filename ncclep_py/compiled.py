@@ -110,19 +110,20 @@ def parameters_of(name: str) -> tuple[str, ...]:
     return KERNELS[name][1]
 
 
-def _device_fingerprint(arch: str, lineinfo: bool, trace: bool = False, teams: bool = False) -> dict[str, str]:
+def _device_fingerprint(arch: str, lineinfo: bool, trace: bool = False, teams: bool = False, waits: bool = False) -> dict[str, str]:
     """Everything that decides the code of the device functions."""
     sources = digest_of("kernels/*.cu", "kernels/headers/**/*", "toolchain.py")
-    return {"arch": arch, "lineinfo": str(lineinfo), "trace": str(trace), "teams": str(teams), "device sources": sources} | toolchain.versions()
+    flags = {"lineinfo": lineinfo, "trace": trace, "teams": teams, "waits": waits}
+    return {"arch": arch, "device sources": sources} | {name: str(flag) for name, flag in flags.items()} | toolchain.versions()
 
 
-def fingerprint(spec: KernelSpec, arch: str, lineinfo: bool = False, trace: bool = False) -> dict[str, str]:
+def fingerprint(spec: KernelSpec, arch: str, lineinfo: bool = False, trace: bool = False, waits: bool = False) -> dict[str, str]:
     """Everything that decides a kernel's code; the key of the disk cache is its digest."""
     sources = digest_of("kernels/*.py", "compiled.py", "cubin.py", "device_library.py")
     own = {"kernel": spec.name, "shape": repr(spec.shape), "kernel sources": sources}
     teams = device_library.uses_network(spec.name)
     own |= device_library.network_fingerprint() if teams else {}
-    return _device_fingerprint(arch, lineinfo, trace, teams) | own | _own_sources(spec)
+    return _device_fingerprint(arch, lineinfo, trace, teams, waits) | own | _own_sources(spec)
 
 
 def _own_sources(spec: KernelSpec) -> dict[str, str]:
@@ -135,47 +136,47 @@ def _own_sources(spec: KernelSpec) -> dict[str, str]:
     return {"factory": digest_of_factory(factory)}
 
 
-def device_ltoir(arch: str, lineinfo: bool, cache: KernelCache, trace: bool = False, teams: bool = False) -> bytes:
+def device_ltoir(arch: str, lineinfo: bool, cache: KernelCache, trace: bool = False, teams: bool = False, waits: bool = False) -> bytes:
     """The device functions as LTO-IR, through the cache; `teams`: for kernels over several teams of ranks."""
-    name, key = f"device_ops-{arch}", cache.key(_device_fingerprint(arch, lineinfo, trace, teams))
+    name, key = f"device_ops-{arch}", cache.key(_device_fingerprint(arch, lineinfo, trace, teams, waits))
     found = cache.load(name, key)
     if found is None:
-        found = {}, toolchain.compile_device(arch, lineinfo=lineinfo, trace=trace, teams=teams)
+        found = {}, toolchain.compile_device(arch, lineinfo=lineinfo, trace=trace, teams=teams, waits=waits)
         cache.store(name, key, *found)
     return found[1]
 
 
-def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, lineinfo: bool = False, trace: bool = False) -> CompiledKernel:
+def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, lineinfo: bool = False, trace: bool = False, waits: bool = False) -> CompiledKernel:
     """The kernel for `arch`, from the disk cache or compiled now. `lineinfo` keeps the source lines of the device
     functions for profilers (numba's for the kernel itself cannot be linked with them: their debug formats differ). `trace`: stamps are written
-    (``ncclep_py.tracing``), otherwise they leave nothing behind."""
+    (``ncclep_py.tracing``), otherwise they leave nothing behind; so do counters of waits (``ncclep_py.waited``) without `waits`."""
     recipe = "NVFP4" if spec.name.endswith("nvfp4_combine") else "DS_FP8" if spec.shape.wire.quantise else None
     if recipe and toolchain.capability(arch) < FP8_CAPABILITY:
         raise NotImplementedError(f"{recipe} needs a GPU that converts to E4M3, of compute capability 8.9 or newer; this one is {arch}: quantise "
                                   "rows yourself and send them with QUANT_FWD, or leave the recipe out")
     toolchain.capability(arch)
-    made, missing = prebuilt.find(spec, arch, lineinfo, trace)
+    made, missing = prebuilt.find(spec, arch, lineinfo, trace, waits)
     if made is not None:
         return CompiledKernel(spec.name, made[0]["symbol"], made[1], made[0])
     try:
-        return _compile(spec, arch, lineinfo, trace)
+        return _compile(spec, arch, lineinfo, trace, waits)
     except (ImportError, RuntimeError) as e:
         if missing:
             raise RuntimeError(f"{e}\n{missing}") from e
         raise
 
 
-def _compile(spec: KernelSpec, arch: str, lineinfo: bool, trace: bool) -> CompiledKernel:
+def _compile(spec: KernelSpec, arch: str, lineinfo: bool, trace: bool, waits: bool) -> CompiledKernel:
     """The kernel from the disk cache, or compiled now."""
     cache = KernelCache()
-    name, key = f"{spec.name}-{arch}", cache.key(fingerprint(spec, arch, lineinfo, trace))
+    name, key = f"{spec.name}-{arch}", cache.key(fingerprint(spec, arch, lineinfo, trace, waits))
     found = cache.load(name, key)
     if found is not None:
         info, cubin = found
         return CompiledKernel(spec.name, info["symbol"], cubin, info)
     started = time.perf_counter()
     teams = device_library.uses_network(spec.name)
-    device = device_ltoir(arch, lineinfo, cache, trace, teams)
+    device = device_ltoir(arch, lineinfo, cache, trace, teams, waits)
     factory, parameters = KERNELS[spec.name]
     network = device_library.network_parts(arch, lineinfo, cache) if teams else []
     cubin = toolchain.link([toolchain.kernel_ltoir(factory, spec.shape, parameters, arch, teams=teams), device, *network], arch, lineinfo)

@@ -186,6 +186,8 @@ class GroupConfig:
         overflow_policy: HT: what happens to rows beyond ``max_recv_tokens_per_rank``: TRAP (AUTO) drops them and every rank raises
             `EpOverflowError`, DROP drops them silently; needs an explicit budget.
         trace: compile kernels with stamps, for `Group.timeline`; they are slower. May differ between ranks.
+        count_waits: compile kernels that count how long they wait for each rank, for `Group.waited_ns`, in a group of one team; they read a clock
+            whenever a rank comes. Groups with ``enable_mask`` count in any case. May differ between ranks.
     """
 
     num_experts: int
@@ -206,6 +208,7 @@ class GroupConfig:
     zero_copy: ZeroCopyMode = ZeroCopyMode.AUTO
     overflow_policy: OverflowPolicy = OverflowPolicy.AUTO
     trace: bool = False
+    count_waits: bool = False
 
     def __post_init__(self) -> None:
         _whole("num_experts", self.num_experts, 1, 1 << 16)
@@ -224,10 +227,9 @@ class GroupConfig:
         object.__setattr__(self, "overflow_policy", _member("overflow_policy", OverflowPolicy, self.overflow_policy))
         if self.algorithm is Algorithm.HIGH_THROUGHPUT:
             self._check_budget()
-        if not isinstance(self.trace, bool):
-            raise TypeError(f"trace must be a bool, got {type(self.trace).__name__}: {self.trace!r}")
-        if not isinstance(self.enable_mask, bool):
-            raise TypeError(f"enable_mask must be a bool, got {type(self.enable_mask).__name__}: {self.enable_mask!r}")
+        for name in ("trace", "enable_mask", "count_waits"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}: {getattr(self, name)!r}")
         if self.enable_mask and self.algorithm is not Algorithm.LOW_LATENCY:
             raise ValueError(f"enable_mask must be False for {self.algorithm.name}; only LOW_LATENCY has masks")
         object.__setattr__(self, "slot_layout", _member("slot_layout", Layout, self.slot_layout))
@@ -288,7 +290,7 @@ class GroupConfig:
 
     def agreed_fields(self) -> dict[str, str]:
         """What must be equal on all ranks, as text, for the check at group creation."""
-        local = {"max_num_sms", "timeout_ns", "checked", "trace"}
+        local = {"max_num_sms", "timeout_ns", "checked", "trace", "count_waits"}
         fields = {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in local}
         return fields | {"dtype": self.token_type.name, "algorithm": self.algorithm.name}
 

@@ -29,10 +29,10 @@ extern "C" __global__ void __launch_bounds__({threads}) {symbol}(const long long
 """
 
 
-def compile_fused(spec: KernelSpec, arch: str, threads: int) -> CompiledKernel:
+def compile_fused(spec: KernelSpec, arch: str, threads: int, waits: bool = False) -> CompiledKernel:
     """The fused form of a kernel, with source lines of the device functions, from the disk cache or compiled now; blocks have `threads` threads."""
     cache, symbol = KernelCache(), f"fused_{spec.name}"
-    key = cache.key(fingerprint(spec, arch, lineinfo=True) | {"fused": f"{threads} {digest_of('fused.py')}"})
+    key = cache.key(fingerprint(spec, arch, lineinfo=True, waits=waits) | {"fused": f"{threads} {digest_of('fused.py')}"})
     found = cache.load(f"{symbol}-{arch}", key)
     if found is None:
         started = time.perf_counter()
@@ -41,7 +41,8 @@ def compile_fused(spec: KernelSpec, arch: str, threads: int) -> CompiledKernel:
         source = ENTRY.format(body=body, symbol=symbol, threads=threads, count=count, types=", ".join(["long long"] * count),
                               values=", ".join(f"mine[{i}]" for i in range(count)))
         teams = device_library.uses_network(spec.name)
-        parts = [toolchain.kernel_ltoir(factory, spec.shape, parameters, arch, body, teams), device_ltoir(arch, True, cache, teams=teams),
+        parts = [toolchain.kernel_ltoir(factory, spec.shape, parameters, arch, body, teams),
+                 device_ltoir(arch, True, cache, teams=teams, waits=waits),
                  toolchain.compile_device(arch, source=source, lineinfo=True), *(device_library.network_parts(arch, True, cache) if teams else [])]
         code = toolchain.link(parts, arch, lineinfo=True)
         info = {"symbol": symbol, "arch": arch, "key": key, "seconds": round(time.perf_counter() - started, 3)} | cubin_file.resources(code)
@@ -59,11 +60,12 @@ class FusedKernel:
     shared_bytes: int
 
     @classmethod
-    def load(cls, spec: KernelSpec, arch: str, threads: int, shared_bytes: int, num_blocks: int, num_ranks: int, multiprocessors: int) -> FusedKernel:
+    def load(cls, spec: KernelSpec, arch: str, threads: int, shared_bytes: int, num_blocks: int, num_ranks: int, multiprocessors: int,
+             waits: bool = False) -> FusedKernel:
         """On the current device; ``ValueError`` if the blocks of all ranks would not run at once."""
         from ncclep_py import launch
 
-        loaded = launch.load(compile_fused(spec, arch, threads))
+        loaded = launch.load(compile_fused(spec, arch, threads, waits))
         room = launch.occupancy(loaded, threads, shared_bytes) * multiprocessors
         if num_blocks * num_ranks > room:
             raise ValueError(f"max_num_sms gives the fused {spec.name} {num_ranks} x {num_blocks} blocks, but only {room} run at once on this GPU; "

@@ -21,6 +21,7 @@ from ncclep_py.own_kernels import OwnKernels
 from ncclep_py.refusal import SENTENCES
 from ncclep_py.signature import OpKind, Signature
 from ncclep_py.streams import on_stream
+from ncclep_py.waited import Waited, teams_problem
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +39,12 @@ MAX_PLACES = 64
 """Payload slots and user windows an operation can name (`signature.Signature.slot`)."""
 
 
-class Group(Masking, OwnKernels):
+class Group(Masking, OwnKernels, Waited):
     """Expert-parallel operations over the ranks of one communicator. Make one with `Group.create`.
 
     Attributes:
         comm: the communicator (stays the caller's to close).
-        config: `GroupConfig`, equal on all ranks but for ``max_num_sms``, ``timeout_ns`` and ``checked``.
+        config: `GroupConfig`, equal on all ranks but for ``max_num_sms``, ``timeout_ns``, ``checked``, ``trace`` and ``count_waits``.
         num_blocks: thread blocks of each operation of this rank.
     """
 
@@ -55,6 +56,7 @@ class Group(Masking, OwnKernels):
         window_bytes, window_regions, local_bytes, local_regions = self.memory()
         self._window = comm.create_window(window_bytes, window_regions)
         self._local = comm.zeros(local_bytes, local_regions)
+        self._waited = self.make_counters()
         self._record = comm.host_words(len(RECORD_FIELDS) * (2 if config.enable_mask else 1))
         self._record_words = self._record.numpy()
         self._notice_words = self._record_words[len(RECORD_FIELDS):]   # the async error
@@ -90,7 +92,7 @@ class Group(Masking, OwnKernels):
             raise EpError("a group cannot be created during graph capture, since its window must be allocated and registered: create the group and "
                           "its handles before capturing")
         blocks = default_blocks(config.max_num_sms, comm.max_blocks())
-        mine = own_problem(blocks, comm.multiprocessors()) if comm.backend == "nccl" else ""
+        mine = teams_problem(config, comm.topology) or (own_problem(blocks, comm.multiprocessors()) if comm.backend == "nccl" else "")
         answers = comm.exchange([config.agreed_fields(), mine, [*comm.gpu(), blocks]])
         _compare([dict(fields) for fields, _, _ in answers])
         config.check_ranks(comm.num_ranks)
@@ -172,7 +174,8 @@ class Group(Masking, OwnKernels):
     def loaded(self, key: Any) -> Kernel:
         """Internal: the kernel behind a key, loaded now."""
         shape, name = self.shape_of(key), self.runs(key)
-        return self.comm.kernel(self.own.get(name) or name, shape, self.shared_bytes(name, shape), self.num_blocks, self.tracer)
+        return self.comm.kernel(self.own.get(name) or name, shape, self.shared_bytes(name, shape), self.num_blocks, self.tracer,
+                                self.counts_waits)
 
     def own_shape(self, layout: Layout) -> Any:
         """Internal: constants of a kernel of the caller's."""
@@ -345,7 +348,7 @@ class Group(Masking, OwnKernels):
             if not lost:
                 for window in (*self.user_windows, self._window):
                     window.close()
-                self.comm.give_back(self._local, self._record)
+                self.comm.give_back(self._local, self._record, *(() if self._waited is None else (self._waited,)))
 
     def destroy(self) -> None:
         """`close`, by its name in ``nccl.ep``."""

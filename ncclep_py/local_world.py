@@ -337,11 +337,12 @@ class _LocalNcclRank(NcclRank):
                              "one of the two")
         return super().tracer(num_blocks)
 
-    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None) -> Kernel:
-        kernel = super().kernel(name, shape, shared_bytes, num_blocks, tracer)
+    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None,
+               waits: bool = False) -> Kernel:
+        kernel = super().kernel(name, shape, shared_bytes, num_blocks, tracer, waits)
         if self.world.fused is not None:
             kernel.fused = FusedKernel.load(KernelSpec(name, shape), arch_of(self.device), BLOCK_THREADS, shared_bytes, num_blocks,   # type: ignore[attr-defined]
-                                            self.num_ranks, self.multiprocessors())
+                                            self.num_ranks, self.multiprocessors(), waits)
         return kernel
 
     def together(self, action: Callable[[], None]) -> None:
@@ -482,10 +483,12 @@ class _SimRank(Communicator):
             self._kept.remove(region)
             self.world.simulator.unregister(region)
 
-    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None) -> Kernel:
+    def kernel(self, name: str, shape: KernelShape, shared_bytes: int, num_blocks: int, tracer: Tracer | None = None,
+               waits: bool = False) -> Kernel:
         from ncclep_py import launch
 
-        return _SimKernel(launch.KERNELS[name][0](shape, self.world.simulator.vocabulary))
+        simulator = self.world.simulator
+        return _SimKernel(launch.KERNELS[name][0](shape, simulator.counting if waits else simulator.vocabulary))
 
     def tracer(self, num_blocks: int) -> Tracer:
         from ncclep_py.tracing import SimulatedTracer

@@ -1,4 +1,4 @@
-"""Fault tolerance of a `group.Group`: who is masked out, the async error, taking ranks back, and how long this rank waited for whom.
+"""Fault tolerance of a `group.Group`: who is masked out, the async error, and taking ranks back. (How long it waited for whom: ``waited``.)
 
 With ``GroupConfig.enable_mask`` a rank that does not come to an operation within ``timeout_ns`` is masked out: the operation takes place without
 it, on all other ranks alike. Dispatch sends nothing to its experts and receives nothing from it; combine leaves out its experts' rows, without
@@ -116,25 +116,6 @@ class Masking:
         group: Group = self   # type: ignore[assignment]
         group.member_word("error_clear", "mask")
         group._notice_words[0] = 0
-
-    def waited_ns(self, *, reset: bool = False) -> torch.Tensor:
-        """Nanoseconds this rank's operations spent waiting for each rank, ``[R]`` int64 on the device: who is slow? Local, in stream order.
-
-        Counted are the time from a rank's own arrival at an operation until that of the other, and from the end of its own rows until the
-        end of the other's; of the simulator, steps of its scheduler.
-
-        Groups without ``enable_mask`` do not count, since their waits are the shortest path of every operation: counting would read a clock each time
-        a rank arrives and carry one more operand through all of them. Their timelines (``GroupConfig(trace=True)``) show how long blocks wait.
-
-        Args:
-            reset: start again from zero afterwards.
-        """
-        group: Group = self   # type: ignore[assignment]
-        words = group.member_word("waited_ns", "waited", group.num_ranks)
-        found = words.clone()
-        if reset:
-            words.zero_()
-        return found
 
     # ---- inside ------------------------------------------------------------------------------------------------------
     def member_word(self, what: str, name: str, count: int = 1) -> torch.Tensor:

@@ -66,6 +66,9 @@ HEAD_BANKS = 2
 SLOT_ALIGNMENT = 1024
 FLIGHT_BYTES, FLIGHT_NEXT, FLIGHT_FAIL = 128, 16, 32
 
+WAITS = (16, 24)
+"""Bytes from a FAIL to the addresses of the nanoseconds waited for each rank: for waits of all blocks, and of one block (``waited``)."""
+
 RECORD_FIELDS = ("code", "epoch", "phase", "rank", "peer", "culprit", "seen", "expected")
 """64-bit words of an error record, in this order. `code` is written last and is 0 while the record is free."""
 
@@ -218,12 +221,13 @@ class LocalMap:
     Attributes:
         epoch: u64, the epoch of the next operation (low 32 bits count).
         blocks_done: u32 counter of blocks of the running operation; returns to 0.
-        fail: two u64: {epoch << 32 | culprit << 8 | code} of the last operation that failed on this rank, and the claim of its record.
+        fail: two u64: {epoch << 32 | culprit << 8 | code} of the last operation that failed on this rank, and the claim of its record; then the two
+            of `WAITS`, 0 unless waits are counted.
         headers: ``[num_slots + 1]`` of {dispatch epoch: u64, handle id: u64}; the last stays zero, for operations without a slot.
         tables: ``[num_slots][M * K]`` int32, global row id of (token, k) in the slot, -1 for none.
         table_bytes: bytes of one slot's table.
         kept: ``[num_slots][E]`` int32, rows of each local expert in the slot (the first L are used).
-        flights: ``[num_slots + num_staging]`` of 128 bytes: {epoch, handle} of the flight, epoch of the next one (u64, at 16), FAIL (2 u64, at 32).
+        flights: ``[num_slots + num_staging]`` of 128 bytes: {epoch, handle} of the flight, epoch of the next one (u64, at 16), FAIL (4 u64, at 32).
         copies: ``[num_staging]`` row tables as in `tables`, of what is in the staging slot.
         total_bytes: size of the block.
         members: words of groups with ``enable_mask``, None without.
@@ -287,7 +291,7 @@ class LocalMap:
 
     def regions(self) -> list[tuple[str, int, int]]:
         """(name, first byte, end byte) of every region."""
-        named = [("EPOCH", 0, 8), ("BLOCKS_DONE", 128, 144), ("FAIL", 256, 272), ("SLOT_HEADERS", self.headers, self.tables)]
+        named = [("EPOCH", 0, 8), ("BLOCKS_DONE", 128, 144), ("FAIL", 256, 272), ("WAITS", 272, 288), ("SLOT_HEADERS", self.headers, self.tables)]
         named += self.members.regions() if self.members else []
         named += [(f"ROW_TABLE{i}", self.table(i), self.table(i) + self.table_bytes) for i in range(self.num_slots)]
         if not self.num_staging:

@@ -62,15 +62,16 @@ def _constants(value: Any, name: str = "") -> dict[str, str]:
             for key, text in _constants(getattr(value, field.name), f"{name}.{field.name}".lstrip(".")).items()}
 
 
-def meaning(spec: Any, arch: str, lineinfo: bool, trace: bool, nccl: int) -> dict[str, str]:
+def meaning(spec: Any, arch: str, lineinfo: bool, trace: bool, waits: bool, nccl: int) -> dict[str, str]:
     """What decides what a kernel does, whoever compiles it."""
-    return {"kernel": spec.name, "arch": arch, "lineinfo": str(lineinfo), "trace": str(trace), "NCCL": toolchain.version_text(nccl),
+    return {"kernel": spec.name, "arch": arch, "lineinfo": str(lineinfo), "trace": str(trace), "waits": str(waits),
+            "NCCL": toolchain.version_text(nccl),
             "kernel sources": digest_of("kernels/*.py", "kernels/*.cu", "kernels/headers/**/*")} | _constants(spec.shape, "shape")
 
 
 def store(to: Path, spec: Any, arch: str, made: Any) -> Path:
     """Keep a compiled kernel (`CompiledKernel`) in a folder for other machines."""
-    told = meaning(spec, arch, False, False, toolchain.nccl_header_version())
+    told = meaning(spec, arch, False, False, False, toolchain.nccl_header_version())
     cache, name = KernelCache(to), f"{spec.name}-{arch}"
     key = cache.key(told)
     if not cache.store(name, key, {"info": dict(made.info) | {"key": key}, "meaning": told}, made.cubin):
@@ -85,18 +86,18 @@ def _architectures(arch: str) -> list[str]:
     return [arch, *(f"sm_{major}{m}" for m in range(minor - 1, -1, -1))]
 
 
-def find(spec: Any, arch: str, lineinfo: bool = False, trace: bool = False) -> tuple[tuple[dict[str, Any], bytes] | None, str]:
+def find(spec: Any, arch: str, lineinfo: bool = False, trace: bool = False, waits: bool = False) -> tuple[tuple[dict[str, Any], bytes] | None, str]:
     """(info, cubin) from the folder in use, and a sentence about what was not found there; (None, "") without a folder."""
     place = folder()
     if place is None:
         return None, ""
     cache, version = KernelCache(place), nccl_version()
     for other in _architectures(arch):
-        key = cache.key(meaning(spec, other, lineinfo, trace, version))
+        key = cache.key(meaning(spec, other, lineinfo, trace, waits, version))
         found = cache.load(f"{spec.name}-{other}", key)
         if found is not None:
             return (found[0]["info"], found[1]), ""
-    why = _why_not(cache, spec.name, meaning(spec, arch, lineinfo, trace, version))
+    why = _why_not(cache, spec.name, meaning(spec, arch, lineinfo, trace, waits, version))
     if why not in _warned:
         _warned.add(why)
         _LOG.warning("%s; compiling it here", why)

@@ -173,9 +173,9 @@ def device_source(teams: bool = False) -> str:
 
 
 def compile_device(arch: str, output: str = "ltoir", source: str | None = None, nccl: Path | None = None, lineinfo: bool = False,
-                   trace: bool = False, teams: bool = False) -> bytes:
+                   trace: bool = False, teams: bool = False, waits: bool = False) -> bytes:
     """`source`, else the package's, by NVRTC to ``ltoir`` or ``ptx``, against the NCCL headers in `nccl`, else the installed ones; `trace`: with
-    stamps; `teams`: for kernels over several teams of ranks.
+    stamps; `teams`: for kernels over several teams of ranks; `waits`: that count how long they wait.
 
     NVRTC is called by its own binding: cuda.core's ``Program`` wants a driver to make PTX.
     """
@@ -183,7 +183,8 @@ def compile_device(arch: str, output: str = "ltoir", source: str | None = None, 
 
     folders = include_folders(nccl)
     options = ["-std=c++17", f"-arch={arch}", "-rdc=true", "-default-device", *(f"-I{f}" for f in folders)]
-    options += ["-dlto"] * (output == "ltoir") + ["-lineinfo"] * lineinfo + ["-DEP_TRACE"] * trace + ["-DEP_TEAMS"] * teams
+    options += ["-dlto"] * (output == "ltoir") + ["-lineinfo"] * lineinfo + ["-DEP_TRACE"] * trace
+    options += ["-DEP_TEAMS"] * teams + ["-DEP_WAITS"] * waits
     program = _nvrtc(nvrtc.nvrtcCreateProgram((source or device_source(teams)).encode(), b"ncclep_py.cu", 0, [], []))
     try:
         error, = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])

@@ -134,9 +134,9 @@ def test_a_config_cannot_be_changed() -> None:
 
 def test_agreed_fields_are_all_but_the_local_ones() -> None:
     fields = group().agreed_fields()
-    assert set(fields) == {f.name for f in dataclasses.fields(GroupConfig)} - {"max_num_sms", "timeout_ns", "checked", "trace"}
+    assert set(fields) == {f.name for f in dataclasses.fields(GroupConfig)} - {"max_num_sms", "timeout_ns", "checked", "trace", "count_waits"}
     assert all(isinstance(v, str) for v in fields.values())
-    assert fields == group(dtype=torch.bfloat16, max_num_sms=3, timeout_ns=9, checked=True, trace=True).agreed_fields()
+    assert fields == group(dtype=torch.bfloat16, max_num_sms=3, timeout_ns=9, checked=True, trace=True, count_waits=True).agreed_fields()
     for name, value in {"num_experts": 16, "max_dispatch_tokens_per_rank": 8, "hidden": 8, "dtype": torch.float16, "num_topk": 1, "algorithm": 1,
                         "max_recv_tokens_per_rank": 1, "num_slots": 2, "max_token_bytes": 128}.items():
         assert {k for k, v in group(**{name: value}).agreed_fields().items() if v != fields[k]} == {name}

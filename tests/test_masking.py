@@ -380,7 +380,7 @@ def test_without_enable_mask_there_is_none() -> None:
     def program(comm: object) -> None:
         with Group.create(comm, GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=1, hidden=8, num_topk=1)) as group:
             for call in (group.mask_query, lambda: group.mask_update([1]), group.mask_clean, group.get_async_error, group.async_error,
-                         group.error_clear, group.waited_ns):
+                         group.error_clear):
                 with pytest.raises(EpError, match="needs a group with GroupConfig.enable_mask"):
                     call()
 

@@ -26,16 +26,36 @@ INLINE Verdict judge(u64 word, i64 epoch, int source, bool late) {
 }
 INLINE bool ends_wait(int code) { return code == ABORTED || code == LEFT_BEHIND || code == TIMEOUT; }
 
-// `judged(source, late)` says what a source's word means.
+// Where the nanoseconds waited for each rank are added up, [R] u64: these addresses follow FAIL and its claim, 0 where nobody counts.
+enum Waits { OF_ALL_BLOCKS = 16, OF_ONE_BLOCK = 24 };   // memory_map.WAITS
+INLINE u64 waits_at(i64 fail, Waits which) {
+#ifdef EP_WAITS
+  return which == OF_ONE_BLOCK || blockIdx.x == 0 ? *(const u64*)(fail + which) : 0;   // of all blocks the first one counts
+#else
+  return 0;
+#endif
+}
+
+// `judged(source, late)` says what a source's word means; `waits` comes from `waits_at`.
 template <class Judge>
-INLINE Verdict wait_all(int num_ranks, int own, u64 timeout, Judge judged) {
+INLINE Verdict wait_all(int num_ranks, int own, u64 timeout, Judge judged, u64 waits = 0) {
   u64 started = nanoseconds();
+#ifdef EP_WAITS
+  u32 came = 0;   // bit i: source lane + 32 i, of at most 1024
+#endif
   for (u32 round = 1;; ++round) {
     bool late = round % 64 == 0 && nanoseconds() - started > timeout;
     bool pending = false;
     Verdict mine = {0, 0, 0, 0};
     for (int source = lane(); source < num_ranks; source += 32) {
       Verdict v = judged(source, late);
+#ifdef EP_WAITS
+      u32 it = 1u << source / 32;
+      if (waits && v.code >= 0 && v.code != TIMEOUT && !(came & it)) {
+        came |= it;
+        if (round > 1) add_at(waits + u64(source) * 8, nanoseconds() - started);   // who was here before me was not waited for
+      }
+#endif
       pending |= v.code < 0;
       bool first = mine.code == 0 || (v.code == REFUSED && source == own);   // my own refusal is no news to my host
       if (v.code > 0 && !ends_wait(mine.code) && (first || ends_wait(v.code))) mine = v;
@@ -49,8 +69,9 @@ INLINE Verdict wait_all(int num_ranks, int own, u64 timeout, Judge judged) {
   }
 }
 
-INLINE Verdict wait_words(u64 words, int num_ranks, int own, i64 epoch, u64 timeout) {
-  return wait_all(num_ranks, own, timeout, [&](int source, bool late) { return judge(load_acquire_sys(words + u64(source) * 8), epoch, source, late); });
+INLINE Verdict wait_words(u64 words, int num_ranks, int own, i64 epoch, u64 timeout, u64 waits = 0) {
+  return wait_all(num_ranks, own, timeout, [&](int source, bool late) { return judge(load_acquire_sys(words + u64(source) * 8), epoch, source, late); },
+                  waits);
 }
 
 // ---- head --------------------------------------------------------------------------------------------------------------------------------------
@@ -84,7 +105,7 @@ OP ep_wait_heads(i64 window, i64 heads, i64 rank, i64 num_ranks, i64 epoch, i64 
     Verdict v = wait_all(num_ranks, int(rank), timeout, [&](int source, bool late) {
       u64 at = words + u64(source) * 16;
       return judge_head(load_acquire_sys(at), load_acquire_sys(at + 8), epoch, signature, source, late);
-    });
+    }, waits_at(fail, OF_ALL_BLOCKS));
     code = v.code;
     if (code && lane() == 0) give_up(fail, record, code, epoch, HEAD, rank, v.peer, v.culprit, v.seen, code == MISMATCH ? signature : epoch);
   }
@@ -286,7 +307,7 @@ OP ep_publish_arrived(i64 window, i64 arrived, i64 rank, i64 num_ranks, i64 epoc
 OP ep_wait_arrived(i64 window, i64 arrived, i64 rank, i64 num_ranks, i64 epoch, i64 fail, i64 record, i64 timeout) {
   int code = 0;
   if (warp() == 0) {
-    Verdict v = wait_words(peer_at(window, arrived, rank), num_ranks, int(rank), epoch, timeout);
+    Verdict v = wait_words(peer_at(window, arrived, rank), num_ranks, int(rank), epoch, timeout, waits_at(fail, OF_ONE_BLOCK));
     code = v.code;
     if (code && lane() == 0) give_up(fail, record, code, epoch, ARRIVED, rank, v.peer, v.culprit, v.seen, epoch);
   }

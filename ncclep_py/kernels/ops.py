@@ -61,7 +61,7 @@ PARAMETERS = {
     "slot": "window offset of the payload slot",
     "signature": "what this operation is, 64 bits",
     "status": "0 for go, else status << 24 | detail",
-    "fail": "address of FAIL and, after it, the claim of the error record",
+    "fail": "address of FAIL and, after it, the claim of the error record, and where waits are counted (memory_map.WAITS)",
     "record": "address of the error record (host memory)",
     "timeout": "nanoseconds a wait may last",
     "topk_idx": "address of [T, K] expert ids",

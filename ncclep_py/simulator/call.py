@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ncclep_py.errors import Code, Phase
+from ncclep_py.memory_map import WAITS
 from ncclep_py.simulator.task import Cell, Task
 from ncclep_py.simulator.words import Word
 
@@ -99,9 +100,9 @@ Handler = Callable[[Access], "int | None"]
 class Call:
     """What operations are written with."""
 
-    def __init__(self, sim: Simulator, name: str, effects: Sequence[str], scope: str, meets: bool) -> None:
-        """`meets`: the declared operation ends with all warps agreeing on its result."""
-        self.sim, self.name, self.scope, self.meets = sim, name, scope, meets
+    def __init__(self, sim: Simulator, name: str, effects: Sequence[str], scope: str, meets: bool, waits: bool = False) -> None:
+        """`meets`: the declared operation ends with all warps agreeing on its result; `waits`: it counts how long it waits for whom."""
+        self.sim, self.name, self.scope, self.meets, self.waits = sim, name, scope, meets, waits
         self.effects = [parse(e) for e in effects]
         self.scheduler = sim.scheduler
 
@@ -136,6 +137,12 @@ class Call:
     def cell(self, task: Task, name: str) -> Cell:
         """An array in the block's shared memory."""
         return task.block.cell(name)
+
+    def waits_at(self, task: Task, fail: int, one_block: int) -> int:
+        """Where this warp adds up how long it waits for each rank, 0 for nowhere; of waits of all blocks the first block counts."""
+        if not self.waits or (task.block.index and not one_block):
+            return 0
+        return int(self.sim.memory.read(task.agent, fail + WAITS[one_block], 8).view(np.uint64)[0])
 
     # ---- failure -----------------------------------------------------------------------------------------------------------
     def note(self, task: Task, fail: int, record: int, code: Code, epoch: int, phase: Phase, rank: int, peer: int, culprit: int, seen: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ class Simulator:
 
     Attributes:
         vocabulary: implementation of ``kernels.ops`` with which to build kernels.
-        effects: effects of every operation, from ``OPS`` unless overridden.
+        effects: effects of operations where they are not those of ``OPS``.
         events: timeline of the run if `trace`.
         stamps: (rank, block, kernel, phase, step) of every stamp, for `timeline.events_of`; None: not collected.
         poisoned: number of slots poisoned so far, over all ranks.
@@ -82,6 +83,12 @@ class Simulator:
         for rank in range(num_ranks):
             self.ledger.slot(rank, HOST, 0)
         self.vocabulary: Vocabulary = vocabulary(self, effects or {})
+        self.effects = effects or {}
+
+    @functools.cached_property
+    def counting(self) -> Vocabulary:
+        """`vocabulary` for kernels that count how long they wait for whom."""
+        return vocabulary(self, self.effects, waits=True)
 
     # ---- memory --------------------------------------------------------------------------------------------------------
     def register(self, memory: object, name: str, rank: int, parts: Sequence[tuple[str, int, int]] = ()) -> Region:

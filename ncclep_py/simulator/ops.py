@@ -43,19 +43,19 @@ MODULES = (routing_ops, rank_ops, recipe_ops, staged_ops, ht_ops, ht_row_ops, ma
 """Where operations are, besides this file."""
 
 
-def vocabulary(sim: Simulator, overrides: Mapping[str, Sequence[str]]) -> Vocabulary:
-    """All operations over one simulator; `overrides` replaces the effects of some."""
+def vocabulary(sim: Simulator, overrides: Mapping[str, Sequence[str]], waits: bool = False) -> Vocabulary:
+    """All operations over one simulator; `overrides` replaces the effects of some; `waits`: they count how long they wait for whom."""
     everything = OPS | NET_OPS
     unknown = sorted(overrides.keys() - everything.keys())
     if unknown:
         raise ValueError(f"effects for unknown operations: {unknown}")
-    return Vocabulary({name: _operation(sim, name, overrides.get(name, op.effects)) for name, op in everything.items()})
+    return Vocabulary({name: _operation(sim, name, overrides.get(name, op.effects), waits) for name, op in everything.items()})
 
 
-def _operation(sim: Simulator, name: str, effects: Sequence[str]) -> Callable[..., int]:
+def _operation(sim: Simulator, name: str, effects: Sequence[str], waits: bool) -> Callable[..., int]:
     """The function a kernel calls."""
     op = OPS.get(name) or NET_OPS[name]
-    call = Call(sim, name, effects, op.scope, op.scope == "block" and "bar.sync" in op.effects)
+    call = Call(sim, name, effects, op.scope, op.scope == "block" and "bar.sync" in op.effects, waits)
     implementation: Implementation = next((getattr(m, name) for m in MODULES if hasattr(m, name)), None) or globals()["_" + name]
     arity = len(op.parameters)
 
@@ -212,7 +212,7 @@ def _wait_heads(call: Call, task: Task, window: int, heads: int, rank: int, num_
         if task.warp:
             return 0
         low, high = ([access.word(at + 16 * s + half) for s in range(num_ranks)] for half in (0, 8))
-        v = wait_words(task, access, high, epoch, "HEAD", rank, low, signature)
+        v = wait_words(task, access, high, epoch, "HEAD", rank, low, signature, waits=call.waits_at(task, fail, 0))
         expected = signature if v.code == Code.MISMATCH else epoch
         return call.give_up(task, fail, record, Code(v.code), epoch, Phase.HEAD, rank, v.peer, v.culprit, v.seen, expected) if v.code else 0
 
@@ -249,7 +249,8 @@ def _wait_arrived(call: Call, task: Task, window: int, arrived: int, rank: int, 
     def wait(access: Access) -> int:
         if task.warp:
             return 0
-        v = wait_words(task, access, [access.word(at + 8 * s) for s in range(num_ranks)], epoch, "ARRIVED", rank)
+        v = wait_words(task, access, [access.word(at + 8 * s) for s in range(num_ranks)], epoch, "ARRIVED", rank,
+                       waits=call.waits_at(task, fail, 1))
         return call.give_up(task, fail, record, Code(v.code), epoch, Phase.ARRIVED, rank, v.peer, v.culprit, v.seen, epoch) if v.code else 0
 
     return call.perform(task, (window, arrived, rank, num_ranks, epoch, fail, record, timeout), {"arrived": wait})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from ncclep_py.errors import Code, Status
 from ncclep_py.simulator.call import Access
 from ncclep_py.simulator.task import Task
@@ -82,14 +84,19 @@ def _choose(verdicts: Sequence[Verdict | None], own: int) -> Verdict | None:
 
 
 def wait_words(task: Task, access: Access, words: Sequence[Word], epoch: int, noun: str, own: int, low: Sequence[Word] = (),
-               signature: int = 0, first: int = 0) -> Verdict:
-    """Wait for a word of every rank from `first` on; for HEAD, `low` holds the other word of each."""
+               signature: int = 0, first: int = 0, waits: int = 0) -> Verdict:
+    """Wait for a word of every rank from `first` on; for HEAD, `low` holds the other word of each; `waits`: where steps waited are added up."""
+    begun = access.scheduler.step
+    came: dict[int, int] = {}
+
     def judge() -> Verdict | None:
         seen = [w.peek(task.agent).value for w in words]
-        if not low:
-            return _choose([_judge(word, epoch, source, task.late) for source, word in enumerate(seen, first)], own)
-        return _choose([_judge_head(word, low[source].peek(task.agent).value, epoch, source, task.late, signature)
-                        for source, word in enumerate(seen)], own)
+        verdicts = ([_judge_head(word, low[source].peek(task.agent).value, epoch, source, task.late, signature) for source, word in enumerate(seen)]
+                    if low else [_judge(word, epoch, source, task.late) for source, word in enumerate(seen, first)])
+        for source, verdict in enumerate(verdicts, first):   # called whenever a word is delivered
+            if verdict is not None and verdict.code != Code.TIMEOUT:
+                came.setdefault(source, access.scheduler.step)
+        return _choose(verdicts, own)
 
     def describe() -> tuple[str, list[int]]:
         pairs = zip(words, low or words, strict=True)
@@ -102,6 +109,10 @@ def wait_words(task: Task, access: Access, words: Sequence[Word], epoch: int, no
     task.late = False
     for word in (*words, *low):
         access.load(word)
+    if waits:
+        for source, step in came.items():
+            total = access.memory.write(task.agent, waits + 8 * source, 8).view(np.uint64)
+            total += np.uint64(step - begun)
     return verdict
 
 

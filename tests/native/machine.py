@@ -29,6 +29,7 @@ INLINE = {   # function that is PTX: what it does
     "void fence_system": "",
     "u32 count_in": "u32 old = *(u32*)p; *(u32*)p = old >= wrap ? 0 : old + 1; return old;",
     "u64 swap_if": "u64 old = *(u64*)p; if (old == expected) *(u64*)p = v; return old;",
+    "void add_at": "*(u64*)p += v;",
     "uint4 load_nc": "return *(uint4*)p;",
     "uint4 load_row": "return *(uint4*)p;",
     "void store_row": "*(uint4*)p = v;",
@@ -78,12 +79,12 @@ def source(old: str = "", new: str = "") -> str:
 
 
 class Machine:
-    """The device sources, built into `folder` and loaded."""
+    """The device sources, built into `folder` with `more` options and loaded."""
 
-    def __init__(self, folder: Path, old: str = "", new: str = "") -> None:
+    def __init__(self, folder: Path, old: str = "", new: str = "", more: tuple[str, ...] = ()) -> None:
         (folder / "native.cc").write_text(source(old, new))
         # not optimised, so that a place of the source is one place of the code
-        options = ["-std=c++17", "-O0", "-w", "-fpermissive", "-ffp-contract=off", "-shared", "-fPIC", f"-I{HERE}"]
+        options = ["-std=c++17", "-O0", "-w", "-fpermissive", "-ffp-contract=off", "-shared", "-fPIC", f"-I{HERE}", *more]
         subprocess.run(["g++", *options, "native.cc", "-o", "native.so"], cwd=folder, check=True, timeout=120)
         self.library = ctypes.CDLL(str(folder / "native.so"))
         self.library.native_run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_long]
