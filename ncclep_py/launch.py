@@ -55,7 +55,8 @@ def shared_bytes(shape: KernelShape, max_tokens: int, grid: int, warps: int = 0,
         raise ValueError(f"{shape.num_experts} experts and {tokens_of_block} tokens per block ({max_tokens} over {grid} blocks) with "
                          f"{shape.num_topk} experts each need {needed} bytes of shared memory, at most {MAX_SHARED_BYTES} are available: raise "
                          "max_num_sms, or lower max_dispatch_tokens_per_rank")
-    piece = -(-shape.row_bytes // 16 // max(1, warps // max(1, tokens_of_block)))   # 16-byte vectors of a row that one warp moves
+    # vectors of 16 bytes of a row that one warp moves
+    piece = -(-shape.piece_bytes // 16 // max(1, warps // max(1, tokens_of_block))) * shape.piece_vectors
     return needed + max(0, min(piece, (limit - needed) // 16 // warps)) * 16 * warps if warps else needed
 
 

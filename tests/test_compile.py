@@ -109,6 +109,12 @@ def test_quantisation_rounds_to_nearest_even_in_one_instruction():
     assert "div.rn.f32" in body and "ftz" not in body and "approx" not in body and "fma" not in body
 
 
+def test_quantisation_reads_what_other_lanes_copied():
+    body = re.search(r"ep_quantise_row\([^{]*\{(.*?)\n\}", toolchain.compile_device("sm_90", "ptx").decode(), re.DOTALL)[1]
+    at = [body.index(word) for word in ("cp.async.wait_all", "bar.warp.sync", "ld.shared.v4.u32")]
+    assert at == sorted(at) and body.index("ld.global.nc") > at[1]
+
+
 @functools.cache
 def supported() -> set[int]:
     from cuda.bindings import nvrtc
@@ -301,6 +307,9 @@ def test_shared_bytes():
     row = shape().row_bytes
     assert launch.shared_bytes(shape(), 128, 16, 16) == 32 * 8 * 16 + 8 * row          # 8 tokens, two warps on each: half a row per warp
     assert launch.shared_bytes(shape(), 128, 4, 16, 100_000) == 4096 + 374 * 16 * 16   # as much of 16 rows as fits
+    quantised = dataclasses.replace(shape(), wire=Wire(shape().row_bytes // 2, shape().row_bytes // 64, True))
+    stretches = quantised.row_bytes // 1024
+    assert launch.shared_bytes(quantised, 1, 1, 16) == 32 * 8 * 16 + 16 * 1024 * -(-stretches // 16)   # whole stretches
     with pytest.raises(ValueError, match=r"16384 tokens per block \(32768 over 2 blocks\).*at most 204800"):
         launch.shared_bytes(shape(), 32768, 2)
 

@@ -27,7 +27,7 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = Fals
     SEND = send_only
     RANKS, EXPERTS, TOPK, ROW_BYTES, IDX_BYTES = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, shape.idx_bytes
     SENT_BYTES, SCALE_BYTES, PIECE_BYTES, SCALES = shape.sent_bytes, shape.wire.scale_bytes, shape.piece_bytes, shape.slot_scales
-    QUANTISE, ROUND = shape.wire.quantise, int(shape.wire.round_scales)
+    QUANTISE, ROUND, GIVEN_BYTES, VECTORS = shape.wire.quantise, int(shape.wire.round_scales), shape.given_bytes, shape.piece_vectors
     PLANE_ROWS, HEADS, ARRIVED, COUNTS = shape.window.plane_rows, shape.window.heads, shape.window.arrived, shape.window.counts
     EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
     REFUSED, MISMATCH = int(Code.REFUSED), int(Code.MISMATCH)
@@ -63,8 +63,7 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = Fals
         token, step = warp_token(num_tokens), token_step(num_tokens)
         begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
         reserved = 3 * EXPERTS + (end - first) * TOPK
-        if not QUANTISE:
-            fetch_row(tokens, token, end, reserved, SENT_BYTES, begin, stop)
+        fetch_row(tokens, token, end, reserved, GIVEN_BYTES, begin * VECTORS, stop * VECTORS)
         # ---- 3 wait: nobody's memory is touched before all ranks are here ----------------------------------------------
         trace = stamp(trace, WAIT_HEADS)
         code = wait_heads(window, HEADS, rank, RANKS, epoch, signature, fail, record, timeout)
@@ -78,7 +77,8 @@ def make_ll_dispatch(shape: KernelShape, ops: Vocabulary, send_only: bool = Fals
             at = token
             while at < end:   # no range: its length is a 64-bit division
                 if QUANTISE:
-                    quantise_row(payload, place, place + SCALES, tokens, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
+                    quantise_row(payload, place, place + SCALES, tokens, at, token, first, reserved, TOPK, EXPERTS, RANKS,
+                                 PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
                 else:
                     scatter_row(payload, place, tokens, at, token, first, reserved, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
                     if SCALE_BYTES > 0:

@@ -75,8 +75,8 @@ def make_ll_masked_dispatch(shape: KernelShape, ops: Vocabulary) -> Callable[...
                 token, step = warp_token(num_tokens), token_step(num_tokens)
                 while token < end:   # no range: its length is a 64-bit division
                     if QUANTISE:
-                        quantise_row(payload, place, place + SCALES, tokens, token, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin,
-                                     stop)
+                        quantise_row(payload, place, place + SCALES, tokens, token, -1, first, 0, TOPK, EXPERTS, RANKS,
+                                     PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
                     else:
                         scatter_row(payload, place, tokens, token, -1, first, 0, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
                         if SCALE_BYTES > 0:

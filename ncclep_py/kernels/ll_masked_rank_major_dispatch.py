@@ -76,8 +76,8 @@ def make_ll_masked_rank_major_dispatch(shape: KernelShape, ops: Vocabulary) -> C
                 begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
                 while token < end:   # no range: its length is a 64-bit division
                     if QUANTISE:
-                        quantise_row(payload, place, place + SCALES, tokens, token, first, TOPK, RANKS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin,
-                                     stop)
+                        quantise_row(payload, place, place + SCALES, tokens, token, -1, first, 0, TOPK, RANKS, RANKS,
+                                     PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
                     else:
                         scatter_row(payload, place, tokens, token, -1, first, 0, TOPK, RANKS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
                         if SCALE_BYTES > 0:

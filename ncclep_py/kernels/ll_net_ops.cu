@@ -211,7 +211,7 @@ OP ep_ll_net_quantise_row(i64 window, i64 sent, i64 sent_scales, i64 tokens, i64
                           i64 round_scales, i64 message_bytes, i64 rank) {
   bool wanted = __any_sync(~0u, block_row(token, first, num_topk, num_experts) >= 0);
   u64 to = peer_at(window, sent + token * message_bytes, rank), scales_to = peer_at(window, sent_scales + token * message_bytes, rank);
-  quantise(tokens + token * row_bytes, lane() == 0 ? to : 0, scales_to, wanted, int(round_scales), 0, int(row_bytes / 256));
+  quantise(tokens + token * row_bytes, lane() == 0 ? to : 0, scales_to, wanted, int(round_scales), 0, int(row_bytes / 256), 0, 0);
   __syncwarp();
   return 0;
 }

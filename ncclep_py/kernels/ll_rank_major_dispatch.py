@@ -30,7 +30,7 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary, send_only: 
     SEND = send_only
     RANKS, EXPERTS, TOPK, ROW_BYTES, IDX_BYTES = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, shape.idx_bytes
     SENT_BYTES, SCALE_BYTES, PIECE_BYTES, SCALES = shape.sent_bytes, shape.wire.scale_bytes, shape.piece_bytes, shape.slot_scales
-    QUANTISE, ROUND = shape.wire.quantise, int(shape.wire.round_scales)
+    QUANTISE, ROUND, GIVEN_BYTES, VECTORS = shape.wire.quantise, int(shape.wire.round_scales), shape.given_bytes, shape.piece_vectors
     PLANE_ROWS, HEADS = shape.window.plane_rows, shape.window.heads
     IDS, WEIGHTS = shape.window.recv_ids, shape.window.recv_weights
     EPOCH, BLOCKS_DONE, FAIL = shape.local.epoch, shape.local.blocks_done, shape.local.fail
@@ -64,8 +64,7 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary, send_only: 
         token, step = warp_token(num_tokens), token_step(num_tokens)
         begin, stop = begin_vector(num_tokens, PIECE_BYTES), end_vector(num_tokens, PIECE_BYTES)
         reserved = 3 * RANKS + 3 * (end - first) * TOPK
-        if not QUANTISE:
-            fetch_row(tokens, token, end, reserved, SENT_BYTES, begin, stop)
+        fetch_row(tokens, token, end, reserved, GIVEN_BYTES, begin * VECTORS, stop * VECTORS)
         count_ranks(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, RANKS, first)
         assign_ranks(topk_idx, IDX_BYTES, topk_weights, TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, rank)
         # ---- 3 wait: nobody's memory is touched before all ranks are here ----------------------------------------------
@@ -77,7 +76,8 @@ def make_ll_rank_major_dispatch(shape: KernelShape, ops: Vocabulary, send_only: 
             at = token
             while at < end:   # no range: its length is a 64-bit division
                 if QUANTISE:
-                    quantise_row(payload, place, place + SCALES, tokens, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
+                    quantise_row(payload, place, place + SCALES, tokens, at, token, first, reserved, TOPK, RANKS, RANKS,
+                                 PLANE_ROWS, ROW_BYTES, ROUND, begin, stop)
                 else:
                     scatter_row(payload, place, tokens, at, token, first, reserved, TOPK, RANKS, RANKS, PLANE_ROWS, SENT_BYTES, begin, stop)
                     if SCALE_BYTES > 0:

@@ -213,7 +213,8 @@ OPS: dict[str, Op] = {op.name: op for op in (
         "Acquire, system scope: wait for ARRIVED of all ranks. Non-zero if one gave up, is ahead or does not come.", may_fail=True),
     # ---- recipes ------------------------------------------------------------------------------------------------
     _op("quantise_row", "warp",
-        "window slot slot_scales tokens token first num_topk num_experts num_ranks plane_rows row_bytes round_scales begin_stretch end_stretch",
+        "window slot slot_scales tokens token fetched first reserved num_topk num_experts num_ranks plane_rows row_bytes round_scales begin_stretch "
+        "end_stretch",
         "ld.nc tokens; st.weak slot; st.weak slot_scales",
         "`scatter_row` of a bf16 row that becomes E4M3 on the way, with a float32 scale per 128 columns: amax = max(1e-4, max |x|), "
         "scale = amax * (1/448) or the next power of two, value = x * (448 / amax), or x / scale, to nearest even."),

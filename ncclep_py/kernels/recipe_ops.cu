@@ -15,8 +15,8 @@ INLINE u32 e4m3_quad(u32 a, u32 b, float scale) {   // two pairs of bf16
 INLINE u32 largest(uint4 v) { return __vmaxu2(__vmaxu2(v.x & 0x7fff7fff, v.y & 0x7fff7fff), __vmaxu2(v.z & 0x7fff7fff, v.w & 0x7fff7fff)); }
 
 // Eight lanes have a block of 128 columns, so a warp has four blocks at once, a stretch. `mine`, `my_scales`: where the row and its scales go, of the
-// lanes in `live`.
-INLINE void quantise(u64 source, u64 mine, u64 my_scales, u32 live, int round_scales, int begin, int end) {
+// lanes in `live`. Vectors of 16 bytes from block `begin` up to `staged` are in shared memory already, at `fetched`.
+INLINE void quantise(u64 source, u64 mine, u64 my_scales, u32 live, int round_scales, int begin, int end, u32 fetched, int staged) {
   const int STRETCHES = 4;   // in flight
   int part = lane() & 7;
   for (int b = begin; b < end && live; b += 4 * STRETCHES) {
@@ -25,11 +25,12 @@ INLINE void quantise(u64 source, u64 mine, u64 my_scales, u32 live, int round_sc
     #pragma unroll
     for (int j = 0; j < STRETCHES; ++j) {
       int block = b + 4 * j + (lane() >> 3);
-      if (block < end) {
-        u64 at = source + 256 * block + 32 * part;
-        held[j][0] = load_nc(at), held[j][1] = load_nc(at + 16);
-      } else {
-        held[j][0] = held[j][1] = make_uint4(0, 0, 0, 0);
+      #pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int at = 16 * block + 2 * part + half;
+        if (block >= end) held[j][half] = make_uint4(0, 0, 0, 0);
+        else if (at < staged) held[j][half] = load_shared(fetched + 16 * (at - 16 * begin));
+        else held[j][half] = load_nc(source + 16 * at);
       }
     }
     #pragma unroll
@@ -59,15 +60,19 @@ INLINE void quantise(u64 source, u64 mine, u64 my_scales, u32 live, int round_sc
     }
   }
 }
-OP ep_quantise_row(i64 window, i64 slot, i64 slot_scales, i64 tokens, i64 token, i64 first, i64 num_topk, i64 num_experts, i64 num_ranks,
-                   i64 plane_rows, i64 row_bytes, i64 round_scales, i64 begin_stretch, i64 end_stretch) {
+OP ep_quantise_row(i64 window, i64 slot, i64 slot_scales, i64 tokens, i64 token, i64 fetched, i64 first, i64 reserved, i64 num_topk,
+                   i64 num_experts, i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 round_scales, i64 begin_stretch, i64 end_stretch) {
   const int* rows = block_rows(num_experts) + (token - first) * num_topk;
   int row = lane() < num_topk ? rows[lane()] : -1;
   i64 rows_per_rank = num_experts / num_ranks * plane_rows;
   u64 mine = row_at(window, slot, row, rows_per_rank, row_bytes / 2);
   u64 my_scales = row_at(window, slot_scales, max(row, 0), rows_per_rank, row_bytes / 64);   // used only where there is a row
+  Staging held_back = staging(reserved);   // of fetch_row: 64 vectors a stretch, from begin_stretch on
+  int staged = token == fetched ? 64 * int(begin_stretch) + held_back.vectors : 0;
+  wait_copies();
+  __syncwarp();   // another lane may have copied what I read
   quantise(tokens + token * row_bytes, mine, my_scales, __ballot_sync(~0u, mine != 0), int(round_scales), 4 * int(begin_stretch),
-           4 * int(end_stretch));
+           4 * int(end_stretch), held_back.base, staged);
   return 0;
 }
 

@@ -77,6 +77,16 @@ class KernelShape:
         return self.row_bytes // 64 if self.wire.quantise else self.sent_bytes
 
     @property
+    def given_bytes(self) -> int:
+        """Bytes of one row as the caller gives it."""
+        return self.row_bytes if self.wire.quantise else self.sent_bytes
+
+    @property
+    def piece_vectors(self) -> int:
+        """Vectors of a given row for each 16 bytes of `piece_bytes`."""
+        return self.given_bytes // self.piece_bytes
+
+    @property
     def slot_scales(self) -> int:
         """Offset of received scale rows in a slot: after all rows."""
         rows = self.window.plane_rows if self.layout is Layout.RANK_MAJOR else self.window.slot_rows

@@ -41,8 +41,9 @@ def quantise(row: np.ndarray, round_scales: bool) -> tuple[np.ndarray, np.ndarra
         return e4m3(blocks * scale[:, None]).reshape(-1), stored
 
 
-def quantise_row(call: Call, task: Task, window: int, slot: int, slot_scales: int, tokens: int, token: int, first: int, num_topk: int,
-                 num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, round_scales: int, begin_stretch: int, end_stretch: int) -> int:
+def quantise_row(call: Call, task: Task, window: int, slot: int, slot_scales: int, tokens: int, token: int, fetched: int, first: int,
+                 reserved: int, num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, round_scales: int,
+                 begin_stretch: int, end_stretch: int) -> int:
     """A piece of a token's row to its places, quantised."""
     begin, size = 2 * STRETCH * begin_stretch, 2 * STRETCH * (end_stretch - begin_stretch)
     rows_per_rank = num_experts // num_ranks * plane_rows
@@ -50,7 +51,7 @@ def quantise_row(call: Call, task: Task, window: int, slot: int, slot_scales: in
 
     def load(access: Access) -> None:
         nonlocal made, scales
-        held = access.read(tokens + token * row_bytes + begin, size)
+        held = task.take("row") if token == fetched else access.read(tokens + token * row_bytes + begin, size)
         if size > 0:
             made, scales = quantise(held, round_scales != 0)
 
