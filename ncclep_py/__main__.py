@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in words if not word.startswith("-")), None)
-    Parser.as_json = "--json" in words
+    Parser.as_json = "--json" in words and command != "bench"   # which writes a file
     options = build_parser(command).parse_args(words)
     return importlib.import_module(f"ncclep_py.{options.command}").main(options) or 0
 

@@ -7,7 +7,9 @@ which needs an nvJitLink that the machine with the GPUs may lack.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from ncclep_py import prebuilt
 from ncclep_py.compiled import compile_kernel
 from ncclep_py.config import Algorithm, GroupConfig, Layout, TokenType
 from ncclep_py.kernels.shape import Wire
+from ncclep_py.recipes import check_forwardable, check_quantisable
 from ncclep_py.recording import kernels_of
 from ncclep_py.toolchain import capability
 from ncclep_py.topology import Topology
@@ -25,6 +28,9 @@ from ncclep_py.topology import Topology
 __all__ = ["add_arguments", "build", "main"]
 
 GPU_SMS = 132
+OPTIONS = {"num_experts": "--experts", "max_dispatch_tokens_per_rank": "--tokens", "hidden": "--hidden", "num_topk": "--topk", "dtype": "--dtype",
+           "algorithm": "--algorithm"}
+"""Fields of GroupConfig with an option of their own."""
 
 
 def build(config: GroupConfig, topology: Topology, archs: list[str], out: Path, multiprocessors: int = GPU_SMS,
@@ -90,15 +96,33 @@ def _config(options: argparse.Namespace) -> GroupConfig:
     more: dict[str, Any] = {}
     for text in options.config:
         name, equals, value = text.partition("=")
-        if not equals or not value.lstrip("-").isdigit():
+        if not equals or not re.fullmatch(r"-?[0-9]+", value):
             raise ValueError(f"--config must be NAME=INTEGER, got {text!r}")
+        if name in OPTIONS:
+            raise ValueError(f"--config must not name {name}, which is {OPTIONS[name]}")
+        if name not in {field.name for field in dataclasses.fields(GroupConfig)}:
+            raise ValueError(f"--config must name a field of GroupConfig, got {name!r}")
         more[name] = bool(int(value)) if name in ("enable_mask", "checked", "trace", "count_waits") else int(value)
     algorithm = Algorithm.HIGH_THROUGHPUT if options.algorithm == "ht" else Algorithm.LOW_LATENCY
-    try:
-        return GroupConfig(num_experts=options.experts, max_dispatch_tokens_per_rank=options.tokens, hidden=options.hidden, num_topk=options.topk,
-                           dtype=TokenType[options.dtype.upper()].torch_dtype(), algorithm=algorithm, **more)
-    except TypeError as e:
-        raise ValueError(f"--config: {e}") from None
+    return GroupConfig(num_experts=options.experts, max_dispatch_tokens_per_rank=options.tokens, hidden=options.hidden, num_topk=options.topk,
+                       dtype=TokenType[options.dtype.upper()].torch_dtype(), algorithm=algorithm, **more)
+
+
+def _check(options: argparse.Namespace, config: GroupConfig, wires: list[Wire]) -> None:
+    """``ValueError`` for kernels no handle of the group could use."""
+    high = config.algorithm is Algorithm.HIGH_THROUGHPUT
+    if options.gpu_sms < 1:
+        raise ValueError(f"--gpu-sms must be at least 1, got {options.gpu_sms}")
+    if options.alignment and not high:
+        raise ValueError(f"--alignment is for --algorithm ht, got {options.alignment}")
+    quantising = ["NVFP4"] * ("nvfp4" in options.recipe) + ["DS_FP8"] * any(wire.quantise for wire in wires)
+    for recipe in quantising:
+        if high:
+            raise ValueError(f"--recipe {recipe.lower()} is for --algorithm ll")
+        check_quantisable(recipe, config)
+    for wire in wires:
+        if not wire.quantise:
+            check_forwardable(wire.sent_bytes, wire.scale_bytes, config)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -112,6 +136,7 @@ def main(options: argparse.Namespace) -> int:
         more: dict[str, Any] = {"layouts": layouts, "wires": _wires(options.recipe, options.hidden), "alignment": options.alignment,
                                 "idx_bytes": {"int32": (4,), "int64": (8,), "both": (4, 8)}[options.idx], "nvfp4": "nvfp4" in options.recipe}
         config = _config(options)
+        _check(options, config, more["wires"])
         names = [spec.name for spec in kernels_of(config, topology, options.gpu_sms, **more)]
     except (ValueError, NotImplementedError, argparse.ArgumentTypeError) as e:
         return _failed(options, str(e), 2)

@@ -156,8 +156,9 @@ class Workload:
             raise ValueError(f"num_experts must be a multiple of the number of ranks: {self.num_experts} over {self.topology.num_ranks}")
         if not 1 <= self.num_topk <= self.num_experts:
             raise ValueError(f"num_topk must be in [1, num_experts = {self.num_experts}], got {self.num_topk}")
-        if self.num_tokens < 0:
-            raise ValueError(f"num_tokens must be at least 0, got {self.num_tokens}")
+        for name in ("num_tokens", "dispatch_bytes", "combine_bytes", "num_sms", "max_teams"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 
     def row_bytes(self, combine: bool) -> int:
         """Bytes of a row of one direction."""

@@ -127,6 +127,8 @@ def _job(args: argparse.Namespace) -> Job:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.team is not None and args.team < 1:
         raise ValueError(f"--team must be at least 1, got {args.team}")
+    if not -(1 << 63) <= args.seed < 1 << 63:
+        raise ValueError(f"--seed must fit 64 bits, got {args.seed}")
     if args.topk > args.experts:
         raise ValueError(f"--topk must be at most --experts = {args.experts}, got {args.topk}")
     return Job(args.ranks, args.backend, args.experts, args.topk, args.hidden, args.tokens, args.seed, args.layout, args.algorithm,

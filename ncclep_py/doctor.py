@@ -411,7 +411,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--alone", action="store_true", help="under torchrun or Slurm: look at this rank's machine only")
     parser.add_argument("--no-connect", action="store_true", help="under torchrun or Slurm: make no NCCL communicator over all ranks")
-    parser.add_argument("--ranks", type=int, help="ranks that you will start on this machine (default: what the launcher's environment says)")
+    parser.add_argument("--ranks", type=_count, help="ranks that you will start on this machine (default: what the launcher's environment says)")
+
+
+def _count(text: str) -> int:
+    """Type of an option that counts from one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ncclep_py.communicator import Communicator
     from ncclep_py.handle import DispatchInputs
 
-__all__ = ["Sent", "check_nvfp4", "check_recipe", "opaque_types", "scale_types"]
+__all__ = ["Sent", "check_forwardable", "check_nvfp4", "check_quantisable", "check_recipe", "opaque_types", "scale_types"]
 
 FP8_BLOCK = 128
 """Columns that share a scale in DS_FP8."""
@@ -81,6 +81,26 @@ def check_recipe(given: DispatchInputs, num_tokens: int, config: DispatchConfig,
     return made(given, num_tokens, config, group, device)
 
 
+def check_quantisable(recipe: str, group: GroupConfig) -> None:
+    """``ValueError`` unless rows of the group can be quantised by NVFP4 or DS_FP8."""
+    if group.token_type is not TokenType.BF16:
+        raise ValueError(f"{recipe} quantises bfloat16 rows, this group's are {group.token_type.torch_dtype()}")
+    if group.hidden % FP8_ALIGNMENT:
+        raise ValueError(f"hidden must be a multiple of {FP8_ALIGNMENT} for {recipe}, got {group.hidden}")
+
+
+def check_forwardable(sent: int, beside: int, group: GroupConfig) -> None:
+    """``ValueError`` unless QUANT_FWD can send rows of `sent` bytes with `beside` bytes of scales."""
+    for name, size in (("tokens", sent), ("inputs.scales", beside)):
+        if size == 0 or size % 16:
+            raise refused(ValueError(f"{name} must have rows of a multiple of 16 bytes in QUANT_FWD, got {size} bytes"), Refusal.SHAPE)
+    if beside > MAX_SCALE_BYTES:
+        raise refused(ValueError(f"inputs.scales must have rows of at most {MAX_SCALE_BYTES} bytes, got {beside}"), Refusal.SHAPE)
+    if sent + beside > group.token_bytes:
+        raise refused(ValueError(f"tokens and inputs.scales must fit {group.token_bytes} bytes a row together (GroupConfig.max_token_bytes), got "
+                                 f"{sent} + {beside}"), Refusal.SHAPE)
+
+
 def check_nvfp4(scales: Any, planes: tuple[int, ...], group: GroupConfig, comm: Communicator) -> None:
     """Check what an NVFP4 combine needs beside its rows.
 
@@ -95,10 +115,7 @@ def check_nvfp4(scales: Any, planes: tuple[int, ...], group: GroupConfig, comm: 
     if not comm.fp4:
         raise NotImplementedError("NVFP4 quantisation of combine needs a device with FP4 conversions, of compute capability 10.0 or newer, which "
                                   f"rank {comm.rank}'s ({comm.device}) is not; leave CombineConfig.quant_recipe out")
-    if group.token_type is not TokenType.BF16:
-        raise ValueError(f"NVFP4 quantises bfloat16 rows, this group's are {group.token_type.torch_dtype()}")
-    if group.hidden % FP8_ALIGNMENT:
-        raise ValueError(f"hidden must be a multiple of {FP8_ALIGNMENT} for NVFP4, got {group.hidden}")
+    check_quantisable("NVFP4", group)
     if scales is None:
         raise ValueError("inputs.scales must be given to an NVFP4 combine, one float32 a row")
     check_tensor("inputs.scales", scales, (*planes, 1), (torch.float32,), comm.device, aligned=False)
@@ -114,24 +131,14 @@ def _forwarded(given: DispatchInputs, num_tokens: int, config: DispatchConfig, g
     check_tensor("inputs.scales", scales, (num_tokens, None), scale_types(), device)
     width, scale_width = int(tokens.shape[1]), int(scales.shape[1])
     sent, beside = width * tokens.element_size(), scale_width * scales.element_size()
-    for name, size in (("tokens", sent), ("inputs.scales", beside)):
-        if size == 0 or size % 16:
-            raise refused(ValueError(f"{name} must have rows of a multiple of 16 bytes in QUANT_FWD, got {size} bytes"), Refusal.SHAPE)
-    if beside > MAX_SCALE_BYTES:
-        raise refused(ValueError(f"inputs.scales must have rows of at most {MAX_SCALE_BYTES} bytes, got {beside}"), Refusal.SHAPE)
-    if sent + beside > group.token_bytes:
-        raise refused(ValueError(f"tokens and inputs.scales must fit {group.token_bytes} bytes a row together (GroupConfig.max_token_bytes), got "
-                                 f"{sent} + {beside}"), Refusal.SHAPE)
+    check_forwardable(sent, beside, group)
     return Sent(Wire(sent, beside), int(DispatchQuant.FWD), opaque_types().index(tokens.dtype), tokens.dtype, width, scales.dtype, scale_width)
 
 
 def _quantised(given: DispatchInputs, num_tokens: int, config: DispatchConfig, group: GroupConfig, device: torch.device) -> Sent:
     import torch
 
-    if group.token_type is not TokenType.BF16:
-        raise ValueError(f"DS_FP8 quantises bfloat16 rows, this group's are {group.token_type.torch_dtype()}")
-    if group.hidden % FP8_ALIGNMENT:
-        raise ValueError(f"hidden must be a multiple of {FP8_ALIGNMENT} for DS_FP8, got {group.hidden}")
+    check_quantisable("DS_FP8", group)
     if given.scales is not None:
         raise ValueError("inputs.scales must be left out of a DS_FP8 dispatch, which makes them")
     check_tensor("tokens", given.tokens, (num_tokens, group.hidden), (torch.bfloat16,), device)

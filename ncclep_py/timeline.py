@@ -17,7 +17,7 @@ from typing import Any
 from ncclep_py.kernels.stamps import WAITS, Step
 
 __all__ = ["Event", "Operation", "Wait", "add_trace_argument", "chrome_trace", "events_of", "from_json", "last_pair", "operations", "to_json",
-           "waits", "write_chrome_trace"]
+           "waits", "writable", "write_chrome_trace"]
 
 SIMULATED = "simulated, no measurement: one step of the scheduler is drawn as one microsecond"
 STEP_NS = 1000
@@ -208,12 +208,12 @@ def from_json(rows: Sequence[Sequence[Any]]) -> list[Event]:
 
 def add_trace_argument(parser: argparse.ArgumentParser) -> None:
     """The option ``--trace FILE`` of a command that runs operations."""
-    parser.add_argument("--trace", metavar="FILE", type=_writable,
+    parser.add_argument("--trace", metavar="FILE", type=writable,
                         help="write a timeline for ui.perfetto.dev or chrome://tracing; kernels are compiled with stamps, which makes them slower")
 
 
-def _writable(path: str) -> str:
-    """A path that can be written, found out before the run and not after it."""
+def writable(path: str) -> str:
+    """Type of an option that names a file to write: whether it can be is found out before the run and not after it."""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder) or os.path.isdir(path) or not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {path}: {folder} must be a folder that can be written")

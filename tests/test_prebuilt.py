@@ -291,7 +291,7 @@ def test_compile_command(capsys, tmp_path):
 
 
 def test_list(capsys, tmp_path):
-    more = ("--layout", "rank_major", "--config", "num_staging_slots=2", "--recipe", "nvfp4")
+    more = ("--layout", "rank_major", "--config", "num_staging_slots=2", "--recipe", "nvfp4", "--hidden", "512")
     code, out = run(capsys, "--out", str(tmp_path), "--list", *SIZES, *more)
     assert code == 0 and {"ll_rank_major_send", "ll_combine_complete", "ll_nvfp4_combine"} <= set(out.out.split()) and not list(tmp_path.iterdir())
 

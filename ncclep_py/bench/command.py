@@ -33,7 +33,7 @@ from ncclep_py.bench.routing import ROUTINGS
 from ncclep_py.bench.table import line, table
 from ncclep_py.bench.traces import write_traces
 from ncclep_py.bench.worlds import Worlds
-from ncclep_py.timeline import add_trace_argument
+from ncclep_py.timeline import add_trace_argument, writable
 
 __all__ = ["add_arguments", "cases", "main"]
 
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layer", action="store_true", help="also tokens per second of a MoE layer, ours and over all_to_all_single")
     parser.add_argument("--stamps", action="store_true", help="also a timeline of each case by stamps in the kernels (a run of its own)")
     add_trace_argument(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the record")
+    parser.add_argument("--json", metavar="FILE", type=writable, help="write the record")
     parser.add_argument("--compare", metavar="FILE", help="compare with an earlier record")
     parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="of report")
 
@@ -107,6 +107,8 @@ def _where(options: argparse.Namespace) -> tuple[str, str, int]:
         raise ValueError("mode torchrun needs the environment torchrun sets; start with torchrun -m ncclep_py bench")
     if backend == "sim" and mode != "local":
         raise ValueError(f"the simulator has all ranks in one process, got mode {mode}")
+    if options.gpus < 0:
+        raise ValueError(f"gpus must be at least 1, or 0 for all, got {options.gpus}")
     if options.gpus > there and backend == "nccl":
         raise ValueError(f"gpus must be at most {there}, which this machine has, got {options.gpus}")
     return backend, mode, max(1, options.gpus or there)

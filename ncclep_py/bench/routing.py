@@ -146,7 +146,8 @@ def _held(path: Path) -> dict[str, Any]:
         else:
             held = torch.load(path, weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as e:
-        raise ValueError(f"routing must be one of {', '.join(ROUTINGS)} or a file of bench.routing.record, got {path}: {e}") from e
+        why = (str(e).strip() or type(e).__name__).splitlines()[0]   # torch's have paragraphs
+        raise ValueError(f"routing must be one of {', '.join(ROUTINGS)} or a file of bench.routing.record, got {path}: {why}") from e
     if not isinstance(held, dict) or not {"topk_idx", "num_experts"} <= held.keys():
         raise ValueError(f"{path} must hold topk_idx and num_experts (bench.routing.record writes them)")
     return held
