@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pathlib
 import re
 import runpy
@@ -62,7 +63,49 @@ def test_lesson_in_the_simulator(path: pathlib.Path, play: Any) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @by_name
 def test_lesson_on_a_gpu(path: pathlib.Path, play: Any) -> None:
-    assert len(play(path, "nccl").splitlines()) >= 3
+    try:
+        assert len(play(path, "nccl").splitlines()) >= 3
+    except SystemExit as refused:
+        if "which reach each other only over GIN" not in str(refused) and "made one team of both ranks" not in str(refused):
+            raise
+        pytest.skip(str(refused))
+
+
+GIN = {"ranks": 2, "teams": 2, "team_size": 1, "team_rank": 0, "team_stride": 1, "device_api": True, "gin": "NONE", "railed_gin": "NONE"}
+NO_CARD = {"cards": [], "peermem": False, "gdrcopy": False, "environment": {}}
+
+
+@pytest.mark.parametrize(("railed", "team_size", "says"), [
+    ("NONE", 1, "rank 0: 2 ranks form 2 teams of 1, which reach each other only over GIN, and NCCL 2.32.3 offers none: there is no network card"),
+    ("PROXY", 2, "NCCL made one team of both ranks: it read NCCL_LSA_TEAM_SIZE before; run the lesson in a process of its own"), ("PROXY", 1, None)])
+def test_lesson_11_says_what_is_missing(railed: str, team_size: int, says: str | None, play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a NCCL made up: what it offers is told by its facts, and the ranks are the simulator's."""
+    from ncclep_py.local_world import LocalWorld, _SimRank
+    from ncclep_py.network import team_size_of
+    from ncclep_py.simulator import Simulator
+
+    def fake(self: LocalWorld, devices: Any, fused: bool) -> None:
+        assert os.environ["NCCL_LSA_TEAM_SIZE"] == "1"
+        team_size_of(0, GIN | {"railed_gin": railed}, NO_CARD, 23203)
+        self.simulator = Simulator(self.num_ranks)
+        self.simulator.team_size = team_size % self.num_ranks
+        self.communicators = [_SimRank(self, rank, team_size) for rank in range(self.num_ranks)]
+
+    monkeypatch.setattr(LocalWorld, "_open_nccl", fake)
+    monkeypatch.delenv("NCCL_LSA_TEAM_SIZE", raising=False)
+    if says is None:
+        assert "between two teams, nccl: every row came back doubled" in play(LESSONS[10], "nccl")
+    else:
+        with pytest.raises(SystemExit) as refused:
+            play(LESSONS[10], "nccl")
+        assert f"dispatch and combine between two teams cannot run on this machine: {says}" in str(refused.value)
+    assert "NCCL_LSA_TEAM_SIZE" not in os.environ
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_lesson_11_without_a_gpu(play: Any) -> None:
+    with pytest.raises(SystemExit, match="cannot run on this machine: backend 'nccl' needs a CUDA GPU and there is none"):
+        play(LESSONS[10], "nccl")
 
 
 # ---- kernels of one's own --------------------------------------------------------------------------------------------------
