@@ -63,6 +63,22 @@ def ep_dispatch(handle: HTHandle, tokens: torch.Tensor, topk_weights: torch.Tens
         topk_weights: router weights.
         num_rows: N; default the budget. AUTO budgets need it: at least the received rows.
         global_ids: FLAT: number received ids over all experts, not from this rank's first.
+
+    Example:
+        >>> import torch
+        >>> import ncclep_py as ep
+        >>> def program(comm):
+        ...     config = ep.GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=1, dtype=torch.float32,
+        ...                             algorithm=ep.Algorithm.HIGH_THROUGHPUT)
+        ...     with ep.Group.create(comm, config) as group, group.create_handle(ep.Layout.FLAT, torch.tensor([[1 - comm.rank]])) as handle:
+        ...         x = torch.ones(1, 8, requires_grad=True)
+        ...         received = ep.ep_dispatch(handle, x, torch.ones(1, 1), num_rows=1)
+        ...         out = ep.ep_combine(handle, received.tokens * (comm.rank + 2))   # the expert of rank r multiplies by r + 2
+        ...         out.sum().backward()
+        ...         return out[0, 0].item(), x.grad[0, 0].item()
+        >>> with ep.LocalWorld(2, "sim") as world:
+        ...     world.run(program)
+        [(3.0, 3.0), (2.0, 2.0)]
     """
     budget = handle.group.config.max_recv_tokens_per_rank
     if num_rows is None and not budget:
@@ -72,7 +88,24 @@ def ep_dispatch(handle: HTHandle, tokens: torch.Tensor, topk_weights: torch.Tens
 
 
 def ep_combine(handle: HTHandle, rows: torch.Tensor) -> torch.Tensor:
-    """Bring rows ``[N, hidden]``, placed as `ep_dispatch` placed them, back and add them up to ``[T, hidden]``; differentiable. Collective."""
+    """Bring rows ``[N, hidden]``, placed as `ep_dispatch` placed them, back and add them up to ``[T, hidden]``; differentiable. Collective.
+
+    Example:
+        >>> import torch
+        >>> import ncclep_py as ep
+        >>> def program(comm):
+        ...     config = ep.GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=2, dtype=torch.float32,
+        ...                             algorithm=ep.Algorithm.HIGH_THROUGHPUT)
+        ...     with ep.Group.create(comm, config) as group, group.create_handle(ep.Layout.FLAT, torch.tensor([[0, 1]])) as handle:
+        ...         weights = torch.tensor([[0.25, 0.75]], requires_grad=True)
+        ...         received = ep.ep_dispatch(handle, torch.ones(1, 8), weights, num_rows=2)   # a row from each rank
+        ...         out = ep.ep_combine(handle, received.tokens * received.topk_weights.sum(1, keepdim=True))
+        ...         out.sum().backward()
+        ...         return out[0, 0].item(), weights.grad.tolist()
+        >>> with ep.LocalWorld(2, "sim") as world:
+        ...     world.run(program)[0]
+        (1.0, [[8.0, 8.0]])
+    """
     return _Combine.apply(handle, rows)
 
 

@@ -188,6 +188,15 @@ class GroupConfig:
         trace: compile kernels with stamps, for `Group.timeline`; they are slower. May differ between ranks.
         count_waits: compile kernels that count how long they wait for each rank, for `Group.waited_ns`, in a group of one team; they read a clock
             whenever a rank comes. Groups with ``enable_mask`` count in any case. May differ between ranks.
+
+    Example:
+        >>> import ncclep_py as ep
+        >>> config = ep.GroupConfig(num_experts=256, max_dispatch_tokens_per_rank=128, hidden=7168)
+        >>> config.token_type.name, config.row_bytes
+        ('BF16', 14336)
+        >>> ep.GroupConfig(num_experts=256, max_dispatch_tokens_per_rank=128, hidden=7)
+        Traceback (most recent call last):
+        ValueError: hidden must make rows of a multiple of 16 bytes, got 7 x 2 = 14 bytes
     """
 
     num_experts: int
@@ -301,6 +310,12 @@ class HandleConfig:
 
     Attributes:
         dispatch_output_per_expert_alignment: HT EXPERT_MAJOR zones are padded to a multiple of this power of two; 0 and 1 mean none.
+
+    Example:
+        >>> import ncclep_py as ep
+        >>> ep.HandleConfig(dispatch_output_per_expert_alignment=96)
+        Traceback (most recent call last):
+        ValueError: dispatch_output_per_expert_alignment must be 0 or a power of two, got 96
     """
 
     dispatch_output_per_expert_alignment: int = 0
@@ -314,7 +329,13 @@ class HandleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DispatchConfig:
-    """Per-call choices of dispatch, as in `nccl.ep`."""
+    """Per-call choices of dispatch, as in `nccl.ep`.
+
+    Example:
+        >>> import ncclep_py as ep
+        >>> ep.DispatchConfig(quant_recipe=ep.DispatchQuant.DS_FP8E3M4, round_scales=True).send_only
+        False
+    """
 
     send_only: bool = False
     round_scales: bool = False
@@ -328,7 +349,13 @@ class DispatchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CombineConfig:
-    """Per-call choices of combine, as in `nccl.ep`."""
+    """Per-call choices of combine, as in `nccl.ep`.
+
+    Example:
+        >>> import ncclep_py as ep
+        >>> ep.CombineConfig(pass_direction=1).pass_direction.name
+        'BWD'
+    """
 
     send_only: bool = False
     pass_direction: PassDir = PassDir.FWD

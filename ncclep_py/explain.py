@@ -19,7 +19,13 @@ PAGES = {
 
 
 def text(page: str) -> str:
-    """A page, in Markdown."""
+    """A page, in Markdown.
+
+    Example:
+        >>> from ncclep_py.explain import text
+        >>> text("protocol").splitlines()[0].startswith("# ")
+        True
+    """
     if page not in PAGES:
         raise ValueError(f"page must be one of {', '.join(PAGES)}, got {page!r}")
     return (FOLDER / f"{page}.md").read_text(encoding="utf-8")

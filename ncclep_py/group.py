@@ -46,6 +46,20 @@ class Group(Masking, OwnKernels, Waited):
         comm: the communicator (stays the caller's to close).
         config: `GroupConfig`, equal on all ranks but for ``max_num_sms``, ``timeout_ns``, ``checked``, ``trace`` and ``count_waits``.
         num_blocks: thread blocks of each operation of this rank.
+
+    Example:
+        >>> import torch
+        >>> import ncclep_py as ep
+        >>> def program(comm):
+        ...     config = ep.GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=1)
+        ...     other = torch.tensor([[1 - comm.rank]])   # my one token goes to the other rank's expert
+        ...     with ep.Group.create(comm, config) as group, group.create_handle(ep.Layout.EXPERT_MAJOR, other) as handle:
+        ...         received = handle.dispatch(torch.full((1, 8), comm.rank + 1, dtype=torch.bfloat16))
+        ...         combined = handle.combine(2 * received.tokens, topk_weights=torch.ones(1, 1))
+        ...     return combined[0, 0].item()
+        >>> with ep.LocalWorld(2, "sim") as world:
+        ...     world.run(program)
+        [2.0, 4.0]
     """
 
     def __init__(self, comm: Communicator, config: GroupConfig) -> None:
@@ -141,6 +155,17 @@ class Group(Masking, OwnKernels, Waited):
             idx_dtype: torch.int32 or torch.int64 if `topk_idx` is not given.
             config: `HandleConfig`.
             layout_info: must be left out in LOW_LATENCY, where counts come with each dispatch.
+
+        Example:
+            >>> import torch
+            >>> import ncclep_py as ep
+            >>> def program(comm):
+            ...     with ep.Group.create(comm, ep.GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=1)) as group:
+            ...         with group.create_handle(ep.Layout.RANK_MAJOR, num_topk=1) as handle:
+            ...             return handle.layout.name
+            >>> with ep.LocalWorld(1, "sim") as world:
+            ...     world.run(program)
+            ['RANK_MAJOR']
         """
         from ncclep_py.handle import Handle
 
@@ -216,6 +241,23 @@ class Group(Masking, OwnKernels, Waited):
 
         Args:
             num_bytes: size on every rank, the same on all.
+
+        Example:
+            >>> import torch
+            >>> import ncclep_py as ep
+            >>> def program(comm):
+            ...     config = ep.GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=1)
+            ...     with ep.Group.create(comm, config) as group, group.create_handle(ep.Layout.EXPERT_MAJOR, num_topk=1) as handle:
+            ...         window = group.create_window(1 * 8 * 8 * 2)                                          # [L, R * M, hidden] of bfloat16
+            ...         mine = window.memory.view(torch.bfloat16).view(1, 8, 8)
+            ...         outputs = ep.DispatchOutputs(tokens=mine)
+            ...         handle.dispatch(torch.ones(1, 8, dtype=torch.bfloat16), outputs, topk_idx=torch.tensor([[0]]))   # peers write here
+            ...         handle.combine(mine, topk_weights=torch.ones(1, 1))                                              # and read from here
+            ...         group.check()
+            ...         return mine[0, :, 0].tolist()
+            >>> with ep.LocalWorld(2, "sim") as world:
+            ...     world.run(program)[0]
+            [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
         """
         self._check_open("create_window")
         if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 1:
@@ -279,6 +321,19 @@ class Group(Masking, OwnKernels, Waited):
 
         Raises:
             EpError: without ``trace=True``.
+
+        Example:
+            >>> import torch
+            >>> import ncclep_py as ep
+            >>> from ncclep_py.timeline import operations
+            >>> def program(comm):
+            ...     config = ep.GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=1, trace=True)
+            ...     with ep.Group.create(comm, config) as group, group.create_handle(ep.Layout.EXPERT_MAJOR, torch.tensor([[0]])) as handle:
+            ...         handle.dispatch(torch.ones(1, 8, dtype=torch.bfloat16))
+            ...         return [operation.kernel for operation in operations(group.timeline())[comm.rank]]
+            >>> with ep.LocalWorld(2, "sim") as world:
+            ...     world.run(program)[1]
+            ['ll_dispatch']
         """
         if self.tracer is None:
             raise EpError("timeline() needs kernels that were compiled with stamps: create the group with GroupConfig(trace=True)")
@@ -390,7 +445,14 @@ def table_of(local_map: LocalMap, slot: int, local: int) -> int:
 
 
 def bytes_per_rank(config: GroupConfig, num_ranks: int) -> dict[str, int]:
-    """Device memory a group takes on each rank, by part, in bytes; HIGH_THROUGHPUT: without the maps of its handles."""
+    """Device memory a group takes on each rank, by part, in bytes; HIGH_THROUGHPUT: without the maps of its handles.
+
+    Example:
+        >>> import ncclep_py as ep
+        >>> from ncclep_py.group import bytes_per_rank
+        >>> bytes_per_rank(ep.GroupConfig(num_experts=256, max_dispatch_tokens_per_rank=128, hidden=7168), num_ranks=8)["slots"] >> 20
+        448
+    """
     if config.algorithm is Algorithm.HIGH_THROUGHPUT:
         from ncclep_py.ht_group import ht_bytes_per_rank
 

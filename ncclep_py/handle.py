@@ -107,6 +107,18 @@ class Handle(HandleChecks):
         Args:
             topk_idx: ``[T, K]`` int32 or int64, T <= max_dispatch_tokens_per_rank; ids outside [0, E) count as "no expert". Must stay unchanged
                 until the dispatch has run.
+
+        Example:
+            >>> import torch
+            >>> import ncclep_py as ep
+            >>> def program(comm):
+            ...     config = ep.GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=1)
+            ...     with ep.Group.create(comm, config) as group, group.create_handle(ep.Layout.EXPERT_MAJOR, num_topk=1) as handle:
+            ...         handle.update(torch.tensor([[0], [-1], [5]]))   # the last two have no expert
+            ...         return handle.dispatch(torch.ones(3, 8, dtype=torch.bfloat16)).layout_info.expert_counters.tolist()
+            >>> with ep.LocalWorld(2, "sim") as world:
+            ...     world.run(program)
+            [[2], [0]]
         """
         self._check_open("update")
         self._topk_idx = None
@@ -136,6 +148,20 @@ class Handle(HandleChecks):
         Raises:
             TypeError, ValueError: an argument is wrong (on this rank; every other rank raises `EpRefusedError`).
             EpError: what a device reported about an earlier operation.
+
+        Example:
+            >>> import torch
+            >>> import ncclep_py as ep
+            >>> def program(comm):
+            ...     config = ep.GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=2)
+            ...     with ep.Group.create(comm, config) as group, group.create_handle(ep.Layout.EXPERT_MAJOR, num_topk=2) as handle:
+            ...         tokens = torch.full((1, 8), 10 + comm.rank, dtype=torch.bfloat16)
+            ...         received = handle.dispatch(tokens, topk_idx=torch.tensor([[1, 0]]))
+            ...         count = int(received.layout_info.expert_counters[0])
+            ...         return received.tokens[0, :count, 0].tolist()
+            >>> with ep.LocalWorld(2, "sim") as world:
+            ...     world.run(program)
+            [[10.0, 11.0], [10.0, 11.0]]
         """
         self._check_group("dispatch")
         with _Refusing(self, "", -1):
@@ -226,6 +252,19 @@ class Handle(HandleChecks):
         Raises:
             TypeError, ValueError, EpStaleError: an argument is wrong (every other rank raises `EpRefusedError`).
             EpError: what a device reported about an earlier operation.
+
+        Example:
+            >>> import torch
+            >>> import ncclep_py as ep
+            >>> def program(comm):
+            ...     config = ep.GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=2)
+            ...     with ep.Group.create(comm, config) as group, group.create_handle(ep.Layout.EXPERT_MAJOR, num_topk=2) as handle:
+            ...         received = handle.dispatch(torch.ones(1, 8, dtype=torch.bfloat16), topk_idx=torch.tensor([[1, 0]]))
+            ...         received.tokens.mul_(1 + comm.rank)   # expert e is on rank e
+            ...         return handle.combine(received.tokens, topk_weights=torch.tensor([[0.75, 0.25]]))[0, 0].item()
+            >>> with ep.LocalWorld(2, "sim") as world:
+            ...     world.run(program)
+            [1.75, 1.75]
         """
         self._check_group("combine")
         staged = isinstance(config, CombineConfig) and config.send_only and bool(self.group.staging_owner)
@@ -301,6 +340,20 @@ class Handle(HandleChecks):
 
         Raises:
             EpError: what a device reported about an earlier operation; the complete half is enqueued all the same.
+
+        Example:
+            >>> import torch
+            >>> import ncclep_py as ep
+            >>> def program(comm):
+            ...     config = ep.GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=1, num_staging_slots=2)
+            ...     with ep.Group.create(comm, config) as group, group.create_handle(ep.Layout.EXPERT_MAJOR, torch.tensor([[0]])) as handle:
+            ...         received = handle.dispatch(torch.ones(1, 8, dtype=torch.bfloat16), config=ep.DispatchConfig(send_only=True))
+            ...         handle.complete()   # until here there is time for other work
+            ...         combined = handle.combine(received.tokens, topk_weights=torch.ones(1, 1), config=ep.CombineConfig(send_only=True))
+            ...         return handle.complete() is combined, combined[0, 0].item()
+            >>> with ep.LocalWorld(2, "sim") as world:
+            ...     world.run(program)
+            [(True, 1.0), (True, 1.0)]
         """
         self._check_open("complete")
         flight, self._flight = self._flight, None

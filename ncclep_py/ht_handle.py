@@ -60,6 +60,20 @@ class HTHandle(HTHandleChecks):
         layout: order of received rows, FLAT or EXPERT_MAJOR.
         num_topk: K.
         layout_info: counts of the newest update, as tensors that the device fills; each update overwrites them.
+
+    Example:
+        >>> import torch
+        >>> import ncclep_py as ep
+        >>> def program(comm):
+        ...     config = ep.GroupConfig(num_experts=4, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=2, algorithm=ep.Algorithm.HIGH_THROUGHPUT)
+        ...     with ep.Group.create(comm, config) as group, group.create_handle(ep.Layout.FLAT, torch.tensor([[3, 2]])) as handle:
+        ...         received = handle.dispatch(torch.ones(1, 8, dtype=torch.bfloat16), topk_weights=torch.tensor([[0.75, 0.25]]))
+        ...         count = int(handle.layout_info.recv_total_counter)   # one row per (token, rank), though both its experts are there
+        ...         out = handle.combine(received.tokens)
+        ...         return received.topk_idx[:count].tolist(), received.topk_weights[:count].tolist(), out[0, 0].item()
+        >>> with ep.LocalWorld(2, "sim") as world:
+        ...     world.run(program)
+        [([], [], 1.0), ([[0, 1], [0, 1]], [[0.25, 0.75], [0.25, 0.75]], 1.0)]
     """
 
     def __init__(self, group: HTGroup, handle_id: int, layout: Layout, topk_idx: torch.Tensor | None, num_topk: int | None, idx_dtype: Any,

@@ -84,6 +84,14 @@ class LocalWorld:
             all the same. Default: whether the environment variable NCCLEP_FUSED is 1.
         team_size: simulator: ranks that can address each other's memory, as GPUs of one node; the teams are connected by a network. Default: all.
             (On nccl the environment variable NCCL_LSA_TEAM_SIZE does this.)
+
+    Example:
+        >>> import ncclep_py as ep
+        >>> def program(comm, factor):
+        ...     return [factor * rank for rank in comm.exchange(comm.rank)]   # what all ranks gave
+        >>> with ep.LocalWorld(3, "sim") as world:
+        ...     world.run(program, 10)
+        [[0, 10, 20], [0, 10, 20], [0, 10, 20]]
     """
 
     def __init__(self, num_ranks: int, backend: str = "auto", *, devices: Sequence[int] | None = None, seed: int = 0, mode: str = "fair",

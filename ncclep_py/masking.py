@@ -34,7 +34,20 @@ MASKED_KERNELS = {"ll_dispatch": "ll_masked_dispatch", "ll_rank_major_dispatch":
 
 
 class Masking:
-    """The part of `group.Group` that needs ``GroupConfig.enable_mask``; `EpError` without it."""
+    """The part of `group.Group` that needs ``GroupConfig.enable_mask``; `EpError` without it.
+
+    Example:
+        >>> import ncclep_py as ep
+        >>> def program(comm):
+        ...     config = ep.GroupConfig(num_experts=4, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=1, enable_mask=True)
+        ...     group = ep.Group.create(comm, config)
+        ...     if comm.rank == 0:
+        ...         group.mask_update([1, 0])   # rank 1 is gone, and rank 0 goes on without it
+        ...     return group.mask_query().tolist(), group.get_async_error()
+        >>> world = ep.LocalWorld(2, "sim")
+        >>> world.run(program)
+        [([1, 0], 0), ([1, 1], 0)]
+    """
 
     def mask_query(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Which ranks take part, ``[R]`` int32 on the device: 1 active, 0 masked out. Local, in stream order.

@@ -44,7 +44,7 @@ def digest_of_factory(factory: Factory) -> str:
 def _parts(value: Any, seen: set[int]) -> list[str]:
     """`value` in texts that are equal where it is the same, in any process."""
     if isinstance(value, types.FunctionType):
-        if id(value) in seen or value.__module__.startswith("ncclep_py."):   # ours are in the key already
+        if id(value) in seen or (value.__module__ or "").startswith("ncclep_py."):   # ours are in the key already
             return [f"{value.__module__}.{value.__qualname__}"]
         seen.add(id(value))
         code, file = value.__code__, pathlib.Path(value.__code__.co_filename)
@@ -157,6 +157,12 @@ def register_kernel(name: str, factory: Factory | str, parameters: tuple[str, ..
         name: a new name, or that of one of our kernels, which it replaces.
         factory: ``make(shape, ops)``, or ``"file.py:make"``.
         parameters: of a kernel with a new name: what it takes, in order. One of ours keeps its own.
+
+    Example:
+        >>> import ncclep_py as ep
+        >>> ep.register_kernel("ll_combinee", lambda shape, ops: None)
+        Traceback (most recent call last):
+        ValueError: parameters must be given for 'll_combinee', since no kernel of that name is known; did you mean ll_combine?
     """
     made = factory_of(factory)
     if parameters is None and name not in KERNELS:
@@ -185,6 +191,22 @@ class OwnKernels:
                 or ranks gave different factories.
             RuntimeError: it does not compile. The group goes on with what it had.
             EpRefusedError: another rank raised one of these.
+
+        Example:
+            >>> import ncclep_py as ep
+            >>> from ncclep_py.kernels.ll_combine import make_ll_combine
+            >>> def make_mine(shape, ops):
+            ...     return make_ll_combine(shape, ops)   # a change of this one, say
+            >>> def program(comm):
+            ...     config = ep.GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=1)
+            ...     with ep.Group.create(comm, config) as group, group.create_handle(ep.Layout.EXPERT_MAJOR, num_topk=1):
+            ...         group.use_kernel("ll_combine", make_mine)
+            ...         group.use_kernel("ll_combine", None)   # ours again
+            ...         group.use_kernel("ll_combin", make_mine)
+            >>> with ep.LocalWorld(1, "sim") as world:
+            ...     world.run(program)
+            Traceback (most recent call last):
+            ValueError: name must be a kernel of this group, ll_combine, ll_copy, ll_dispatch, got 'll_combin'; did you mean ll_combine?
         """
         group: Group = self   # type: ignore[assignment]
         group._check_open("use_kernel")
@@ -243,6 +265,26 @@ class OwnKernels:
             layout: that of `shape`; without it the group's default.
             blocks: its grid; without it the group's ``num_blocks``.
             values: what the kernel takes, by name: tensors (their addresses) and ints. Known without: window, rank, local, record, timeout.
+
+        Example:
+            >>> import torch
+            >>> import ncclep_py as ep
+            >>> def make_peek(shape, ops):
+            ...     EPOCH = shape.local.epoch
+            ...     block_idx, warp_idx, read_epoch, store_header = ops.block_idx, ops.warp_idx, ops.read_epoch, ops.store_header
+            ...     def peek(local, out):
+            ...         if block_idx() == 0:
+            ...             if warp_idx() == 0:
+            ...                 store_header(out, read_epoch(local + EPOCH), 7)
+            ...     return peek
+            >>> def program(comm):
+            ...     with ep.Group.create(comm, ep.GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=1)) as group:
+            ...         out = torch.zeros(2, dtype=torch.int64)
+            ...         group.run_kernel(make_peek, out=out)
+            ...         return out.tolist()
+            >>> with ep.LocalWorld(2, "sim") as world:
+            ...     world.run(program)
+            [[1, 7], [1, 7]]
         """
         group: Group = self   # type: ignore[assignment]
         group._check_open("run_kernel")

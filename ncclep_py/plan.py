@@ -162,6 +162,15 @@ def make_plan(config: GroupConfig, topology: Topology, machine: Machine = MACHIN
         num_sms: multiprocessors they are for; 0: the config's, else all.
         per_rank: received rows per (token, rank), see `cost_model.Workload`.
         max_teams: teams the experts of one token may lie in; 0: any.
+
+    Example:
+        >>> import ncclep_py as ep
+        >>> from ncclep_py.plan import make_plan
+        >>> from ncclep_py.topology import Topology
+        >>> config = ep.GroupConfig(num_experts=256, max_dispatch_tokens_per_rank=128, hidden=7168)
+        >>> plan = make_plan(config, Topology(num_ranks=16, team_size=8))
+        >>> plan.transport, plan.needs.connection, plan.pair_us("ll") > plan.pair_us("ht") > 0   # predicted
+        ('direct', 'full', True)
     """
     config.check_ranks(topology.num_ranks)
     if num_tokens > config.max_dispatch_tokens_per_rank:

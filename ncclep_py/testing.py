@@ -14,7 +14,14 @@ _VIEW = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 def random_routing(rank: int, num_tokens: int, num_topk: int, num_experts: int, *, seed: int = 1234, dropped: float = 0.0,
                    dtype: Any = None) -> torch.Tensor:
-    """Distinct uniform expert ids per token, ``[T, K]``; each position becomes -1 with probability `dropped`."""
+    """Distinct uniform expert ids per token, ``[T, K]``; each position becomes -1 with probability `dropped`.
+
+    Example:
+        >>> from ncclep_py.testing import random_routing
+        >>> ids = random_routing(rank=0, num_tokens=3, num_topk=2, num_experts=8)
+        >>> ids.shape, bool((ids[:, 0] != ids[:, 1]).all())
+        (torch.Size([3, 2]), True)
+    """
     import torch
 
     g = torch.Generator().manual_seed(seed + rank)
@@ -26,7 +33,14 @@ def random_routing(rank: int, num_tokens: int, num_topk: int, num_experts: int, 
 
 
 def stamped_tokens(rank: int, num_tokens: int, hidden: int, dtype: Any, *, seed: int = 0) -> torch.Tensor:
-    """Random rows ``[T, hidden]`` whose first columns hold (rank, token % 128, token // 128), small integers exact in every token type."""
+    """Random rows ``[T, hidden]`` whose first columns hold (rank, token % 128, token // 128), small integers exact in every token type.
+
+    Example:
+        >>> import torch
+        >>> from ncclep_py.testing import stamped_tokens
+        >>> stamped_tokens(rank=2, num_tokens=130, hidden=8, dtype=torch.bfloat16)[129, :3].tolist()
+        [2.0, 1.0, 1.0]
+    """
     import torch
 
     g = torch.Generator().manual_seed(seed * 1000003 + rank)
@@ -39,7 +53,15 @@ def stamped_tokens(rank: int, num_tokens: int, hidden: int, dtype: Any, *, seed:
 
 
 def weights_like(topk_idx: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
-    """Positive float32 router weights ``[T, K]`` that sum to 1 per token; NaN where the id is negative, since those must be ignored."""
+    """Positive float32 router weights ``[T, K]`` that sum to 1 per token; NaN where the id is negative, since those must be ignored.
+
+    Example:
+        >>> import torch
+        >>> from ncclep_py.testing import weights_like
+        >>> weights = weights_like(torch.tensor([[4, 1], [3, -1]]))
+        >>> round(weights[0].sum().item(), 3), weights[1].isnan().tolist()
+        (1.0, [False, True])
+    """
     import torch
 
     g = torch.Generator().manual_seed(seed + 77)
@@ -50,7 +72,14 @@ def weights_like(topk_idx: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
 
 
 def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Same shape, dtype and bits."""
+    """Same shape, dtype and bits.
+
+    Example:
+        >>> import torch
+        >>> from ncclep_py.testing import bits_equal
+        >>> bits_equal(torch.tensor([0.0]), torch.tensor([-0.0])), bits_equal(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+        (False, True)
+    """
     import torch
 
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -60,7 +89,14 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def first_difference(got: torch.Tensor, want: torch.Tensor) -> str:
-    """Where two tensors of the same shape first differ in value, for an assertion's message."""
+    """Where two tensors of the same shape first differ in value, for an assertion's message.
+
+    Example:
+        >>> import torch
+        >>> from ncclep_py.testing import first_difference
+        >>> first_difference(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, 3.0]))
+        '1 of 3 differ, first at (1,): got 2.0, want 0.0'
+    """
     want = want.to(got.device)
     differing = ((got != want) & ~(got.isnan() & want.isnan())).nonzero()
     if not len(differing):

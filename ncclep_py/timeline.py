@@ -35,6 +35,11 @@ class Event:
         phase: what it did, the text of a ``stamps.Step``.
         launch: kernels this block was in before; tells two launches of one kernel apart.
         multiprocessor: where the block ran, -1 in the simulator.
+
+    Example:
+        >>> from ncclep_py.timeline import Event
+        >>> Event(1000, 3000, rank=0, block=0, kernel="ll_dispatch", phase="wait for HEAD").waits
+        True
     """
 
     begin_ns: int
@@ -192,7 +197,26 @@ def chrome_trace(events: Iterable[Event], simulated: bool) -> dict[str, Any]:
 
 
 def write_chrome_trace(events: Iterable[Event], path: str | Path, simulated: bool = False) -> None:
-    """Write `chrome_trace` to a file."""
+    """Write `chrome_trace` to a file.
+
+    Example:
+        >>> import torch
+        >>> import ncclep_py as ep
+        >>> import json, os, tempfile
+        >>> from ncclep_py.timeline import write_chrome_trace
+        >>> def program(comm):
+        ...     config = ep.GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=1, trace=True)
+        ...     with ep.Group.create(comm, config) as group, group.create_handle(ep.Layout.EXPERT_MAJOR, torch.tensor([[0]])) as handle:
+        ...         handle.dispatch(torch.ones(1, 8, dtype=torch.bfloat16))
+        ...         return group.timeline()
+        >>> with ep.LocalWorld(2, "sim") as world:
+        ...     events = [event for events in world.run(program) for event in events]
+        >>> file = os.path.join(tempfile.mkdtemp(), "t.json")
+        >>> write_chrome_trace(events, file, simulated=True)   # open it in ui.perfetto.dev
+        >>> with open(file) as opened:
+        ...     len(json.load(opened)["traceEvents"]) > len(events)
+        True
+    """
     Path(path).write_text(json.dumps(chrome_trace(events, simulated)))
 
 

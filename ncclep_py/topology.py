@@ -18,6 +18,14 @@ class Topology:
     Attributes:
         num_ranks: R.
         team_size: ranks of a team, a divisor of R.
+
+    Example:
+        >>> from ncclep_py.topology import Topology
+        >>> t = Topology(num_ranks=8, team_size=4)
+        >>> t.num_teams, t.team_of(5), t.index_of(5), t.rail_peers(5)
+        (2, 1, 1, (1,))
+        >>> t.direct_peers(5), t.networked_peers(5)
+        ((4, 5, 6, 7), (0, 1, 2, 3))
     """
 
     num_ranks: int

@@ -44,6 +44,18 @@ class Waited:
 
         Raises:
             EpError: the group was created without ``GroupConfig(count_waits=True)`` and without ``enable_mask``: its kernels carry no counters.
+
+        Example:
+            >>> import torch
+            >>> import ncclep_py as ep
+            >>> def program(comm):
+            ...     config = ep.GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=4, hidden=8, num_topk=1, count_waits=True)
+            ...     with ep.Group.create(comm, config) as group, group.create_handle(ep.Layout.EXPERT_MAJOR, torch.tensor([[0]])) as handle:
+            ...         handle.dispatch(torch.ones(1, 8, dtype=torch.bfloat16))
+            ...         return group.waited_ns(reset=True).shape, group.waited_ns().tolist()
+            >>> with ep.LocalWorld(2, "sim") as world:
+            ...     world.run(program)[0]
+            (torch.Size([2]), [0, 0])
         """
         group: Group = self   # type: ignore[assignment]
         group._check_open("waited_ns")

@@ -279,6 +279,8 @@ def test_digest_sees_globals_helpers_closures_and_arguments() -> None:
     assert digest_of_factory(outer(1)) == digest_of_factory(outer(1)) != digest_of_factory(outer(2))
     one, two = (functools.partial(make_adder, size=n) for n in (1, 2))
     assert digest_of_factory(one) != digest_of_factory(two)
+    nameless = cell("def make(shape, ops): return 1", __name__=None)   # of a scope that is no module
+    assert nameless.__module__ is None and digest_of_factory(nameless) != digest_of_factory(cell("def make(shape, ops): return 2", __name__=None))
 
 
 def test_a_replaced_kernel_of_another_name_compiles() -> None:
