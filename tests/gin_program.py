@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -63,6 +64,16 @@ def equal(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     if got.is_cuda:   # a copy to the host that has to wait holds the driver, and the plugin's copies would wait behind it
         torch.cuda.current_stream(got.device).synchronize()
     assert bits_equal(got.cpu(), want), f"{what}: {first_difference(got.cpu(), want)}"
+
+
+def settle(comm: Any, group: Group) -> None:
+    """Wait for this rank's operations, raise what they reported, and wait for the other ranks, which do the same.
+
+    Between a launch and this nothing else may be asked of the driver: what it does only while no kernel runs (loading a kernel at its first use, or
+    allocating) holds it until the kernels of all ranks of this process end, and these may wait for copies of the plugin, which are the driver's, too.
+    """
+    group.check()
+    comm.exchange(None)
 
 
 def counts_of(ranks: int, most: int) -> list[int]:
@@ -121,11 +132,11 @@ def low(comm: Any, layout: Layout, cases: list[Low]) -> None:
             weights = case.weights[rank].to(device)
             given = DispatchInputs(case.tokens[rank].to(device), weights if layout is Layout.RANK_MAJOR else None)
             got = handle.dispatch(given, topk_idx=case.ids[rank].to(device))
-            group.check()
+            settle(comm, group)
             case.check_received(rank, got)
             case.experts(got.tokens, rank)
             out = handle.combine(got.tokens, topk_weights=weights)
-            group.check()
+            settle(comm, group)
             equal(out, case.combined[rank], f"rank {rank}, combined")
 
 
@@ -167,12 +178,12 @@ def low_recipes(comm: Any, cases: list[Recipe]) -> None:
             given = DispatchInputs(case.given[rank].to(device), weights if case.layout is Layout.RANK_MAJOR else None,
                                    None if scales is None else scales.to(device))
             got = handle.dispatch(given, topk_idx=case.ids[rank].to(device), config=DispatchConfig(quant_recipe=case.kind))
-            group.check()
+            settle(comm, group)
             case.check_received(rank, got)
             rows = handle.expert_rows()
             rows.zero_()
             out = handle.combine(rows, topk_weights=weights)
-            group.check()
+            settle(comm, group)
             equal(out, torch.zeros_like(case.tokens[rank]), f"rank {rank}, zeros combined")
 
 
@@ -187,7 +198,7 @@ def high(comm: Any, cases: list[Case], combined: list[tuple[list[Any], list[Any]
             n, want = case.used(rank), case.received[rank]
             got = handle.dispatch(case.tokens[rank].to(device), layout_info=LayoutInfo(recv_topk_idx_kind=case.kind),
                                   topk_weights=case.weights[rank].to(device))
-            group.check()
+            settle(comm, group)
             case.check_counts(rank, got.layout_info)
             equal(got.tokens[:n], want.tokens[:n], f"rank {rank}, rows")
             defined = len(want.topk_weights) if case.flat and case.cfg.max_recv_tokens_per_rank else n
@@ -195,14 +206,14 @@ def high(comm: Any, cases: list[Case], combined: list[tuple[list[Any], list[Any]
             if case.flat:
                 equal(got.topk_idx[:defined], want.topk_idx[:defined], f"rank {rank}, ids")
             out = handle.combine(case.put(got.tokens, case.rows[rank].to(device)))
-            group.check()
+            settle(comm, group)
             equal(out, forward[rank].tokens, f"rank {rank}, combined rows")
             got = handle.dispatch(case.gradients[rank].to(device), config=BACKWARD)
-            group.check()
+            settle(comm, group)
             equal(got.tokens[:n], case.back[rank].tokens[:n], f"rank {rank}, gradient rows")
             into = CombineOutputs()
             out = handle.combine(CombineInputs(case.back_rows[rank].to(device), case.back_weights[rank].to(device)), into, COMBINE_BACKWARD)
-            group.check()
+            settle(comm, group)
             equal(out, backward[rank].tokens, f"rank {rank}, gradients of tokens")
             equal(into.topk_weights, backward[rank].topk_weights, f"rank {rank}, gradients of weights")
 
@@ -243,7 +254,7 @@ def replays(comm: Any, config: GroupConfig, layout: Layout, ranks: int, team: in
             new = weights_like(everybody[rank], seed=step)
             ids.copy_(everybody[rank]), x.copy_(tokens[rank]), weights.copy_(new.nan_to_num(0))
             comm.together(graph.replay)
-            group.check()
+            settle(comm, group)
             if high_throughput:
                 plan = ref.ht_flat_map(everybody, num_experts=config.num_experts, max_recv_tokens_per_rank=None)
                 rows = [r.tokens for r in ref.ht_flat_dispatch(plan, tokens)]
@@ -257,7 +268,7 @@ def replays(comm: Any, config: GroupConfig, layout: Layout, ranks: int, team: in
 def lost(comm: Any, config: GroupConfig, layout: Layout, ranks: int) -> None:
     """A rank's network stops answering (the plugin's doing): every rank gets an error within a few deadlines, and nobody hangs.
 
-    The first operations are waited for one by one: the driver loads a kernel only when no other runs, and the plugin needs the driver meanwhile.
+    The first operations are waited for one by one (`settle`); then those of a step follow each other.
     """
     config = dataclasses.replace(config, timeout_ns=LOST_SECONDS * 10**9)
     rank, device, most = comm.rank, comm.device, config.max_dispatch_tokens_per_rank
@@ -267,18 +278,18 @@ def lost(comm: Any, config: GroupConfig, layout: Layout, ranks: int) -> None:
     handle, started = group.create_handle(layout, num_topk=config.num_topk), time.monotonic()
     try:
         for step in range(40):
-            loaded = (lambda: None) if step else group.check
+            wait = (lambda: None) if step > 2 else functools.partial(settle, comm, group)
             if config.algorithm is Algorithm.HIGH_THROUGHPUT:
                 handle.update(ids)
-                loaded()
+                wait()
                 got = handle.dispatch(tokens, topk_weights=weights)
-                loaded()
+                wait()
                 handle.combine(got.tokens)
             else:
                 got = handle.dispatch(tokens, topk_idx=ids)
-                loaded()
+                wait()
                 handle.combine(got.tokens, topk_weights=weights)
-            group.check()
+            settle(comm, group)
     except EpError as error:
         took = time.monotonic() - started
         assert isinstance(error, EpTimeoutError | EpPeerError), f"rank {rank}: {type(error).__name__}: {error}"

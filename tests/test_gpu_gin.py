@@ -109,7 +109,7 @@ def test_graphs_reordered(plugin: str) -> None:
     run(plugin, "ll_graph", 2, LOOPBACK_DELAY_US="300", LOOPBACK_REORDER="1", LOOPBACK_SEED="4", seconds=2 * SECONDS)
 
 
-@pytest.mark.parametrize("after", [0, 200])
+@pytest.mark.parametrize("after", [0, 200, 2000])
 @pytest.mark.parametrize("teams", [2, 8])
 @pytest.mark.parametrize("scenario", ["ll_lost", "ht_lost"])
 def test_a_rank_that_stops_answering(plugin: str, scenario: str, teams: int, after: int) -> None:

@@ -22,7 +22,10 @@ def program(comm: Any, algorithm: Algorithm, layout: Layout, count: bool) -> tup
     weights, tokens = weights_like(ids, seed=comm.rank).cuda(), stamped_tokens(comm.rank, TOKENS, HIDDEN, torch.bfloat16).cuda()
     sends, weighs = (None, weights) if layout is Layout.EXPERT_MAJOR else (weights, None)
     with Group.create(comm, config) as group, group.create_handle(layout, ids.cuda()) as handle:
-        for _ in range(ROUNDS):
+        for turn in range(ROUNDS + 1):
+            if turn == 1 and count:   # in the first, ranks wait for each other's kernels to be loaded
+                group.check()
+                group.waited_ns(reset=True)
             if comm.rank == 1:
                 torch.cuda._sleep(CYCLES)
             received = handle.dispatch(tokens, topk_weights=sends)
