@@ -26,12 +26,14 @@ class Deadlines(Scheduler):
 
     Attributes:
         now: nanoseconds since the run began.
-        haste: chance that a deadline passes before anything more comes over a slow link.
+        haste: chance that a deadline passes before anything more comes over a slow link, or a stalled rank goes on;
+            drawn anew when one passed.
+        tie: nanoseconds between two deadlines in which the one who gives up first cannot tell the other, so that either may be first.
     """
 
     def __init__(self, sim: Simulator) -> None:
         super().__init__(sim)
-        self.now, self.haste = 0, 0.7
+        self.now, self.haste, self.tie = 0, 0.7, 0
 
     def start(self, operation: Callable[..., int], at: int, *args: int) -> int:
         """Perform an operation, whose argument number `at` is its timeout."""
@@ -49,12 +51,14 @@ class Deadlines(Scheduler):
         if len(slow) < len(self.under_way):
             self.under_way = [entry for entry in self.under_way if not self._is_slow(entry[2])]
             heapq.heapify(self.under_way)
+            stalled, self.stalled = self.stalled, {}   # between two kernels: nothing of it waits
             super()._unstick()
+            self.stalled = stalled
             self.under_way += slow
             heapq.heapify(self.under_way)
             return True
         draw = self.sim.policy.random
-        if self.stalled and draw.random() < 0.2:
+        if self.stalled and draw.random() > self.haste:
             return self._resume()
         if (not slow or draw.random() < self.haste) and self._expire():
             return True
@@ -65,8 +69,10 @@ class Deadlines(Scheduler):
         waits = [t for rank, tasks in enumerate(self.waiting) if rank not in self._absent() for t in tasks if t.waits_for]
         if not waits:
             return False
-        task = min(waits, key=lambda t: t.deadline)
+        first = min(t.deadline for t in waits)
+        task = self.sim.policy.random.choice([t for t in waits if t.deadline <= first + self.tie])
         self.now = max(self.now, task.deadline - self.step)
+        self.haste = self.sim.policy.random.choice((0.02, 0.5, 0.97))
         task.late = True
         self._wake(task)
         return True

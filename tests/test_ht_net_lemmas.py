@@ -24,19 +24,21 @@ SEEDS = 40
 GROUPS = ((2, 1), (4, 2), (3, 1), (6, 2))
 """Ranks, and ranks of a team."""
 BEFORE = {"U": "U D X C U", "D": "U D X C U", "C": "U D X C D X", "B": "U D X C", "G": "U D X C B X G B X"}
-KINDS = {"prepare": "U", "dispatch": "DB", "combine": "CG", "": "UDCBG"}
-FAULTS = ("dead", "lost", "slow", "late", "stalled")
+KINDS = {"prepare": "U", "dispatch": "DB", "combine": "CG"}
+FAULTS = ("dead", "lost", "slow", "late", "stalled", "cut", "gone")
+"""A rank dies; a link loses all from some moment on; a rank's links are slow both ways, or only out; a rank comes late; a link is lost after HEAD;
+a rank is not there and takes nothing."""
 
 
 def program(seed: int, **factories: Callable) -> HTNetProgram:
     """A group that has worked for a while comes from `seed`; every other one has fewer channels than chunks."""
     ranks, team = GROUPS[seed % 4]
-    budget, channels = (0, 5)[seed % 3 == 2], (16, 2)[seed // 4 % 2]
+    budget, channels = (0, 5)[seed % 3 > 0], (16, 2)[seed // 8 % 2]
     config = GroupConfig(num_experts=2 * ranks, max_dispatch_tokens_per_rank=5, hidden=16, num_topk=2, num_slots=2,
                          algorithm=Algorithm.HIGH_THROUGHPUT, max_recv_tokens_per_rank=budget,
                          overflow_policy=OverflowPolicy.DROP if budget else OverflowPolicy.TRAP)
     with mock.patch.object(ht_net_map, "MAX_CHANNELS", channels), mock.patch.object(ht_net_program, "Network", Links):
-        return HTNetProgram(machine(ranks, seed, blocks=1 + seed % 3 // 2), config, (Layout.FLAT, Layout.EXPERT_MAJOR)[seed // 2 % 2],
+        return HTNetProgram(machine(ranks, seed, blocks=1 + seed % 3 // 2), config, (Layout.FLAT, Layout.EXPERT_MAJOR)[seed // 4 % 2],
                             (3, 4, 2, 3, 5, 1)[:ranks], team, chunk_tokens=1 + seed % 2, seed=seed, alignment=2, **factories)
 
 
@@ -92,58 +94,74 @@ class Outcomes:
                     check(rank)
 
 
-def play(seed: int, kind: str, fault: str, **how: Any) -> tuple[HTNetProgram, Outcomes]:
-    """A rank dies, loses a connection or has a slow link in an operation of `kind`: results are right or ranks know who is to blame."""
+def disturb(p: HTNetProgram, kind: str, fault: str, who: int, draw: random.Random) -> set[int]:
+    """Let something go wrong with `who`: the ranks that may be blamed for it."""
+    team, network, scheduler = p.team_size, p.network, p.sim.scheduler
+    rails = [r for r in p.ranks if r != who and (r - who) % team == 0]
+    other = draw.choice(rails)
+    if fault in ("slow", "late"):   # both ways, or what it sends
+        network.slow_links |= {(who, r) for r in rails} | {(r, who) for r in rails if fault == "slow"}
+        return {who, *rails}
+    if fault == "lost":
+        network.cuts[who, other] = draw.randrange(12)
+        return {who, other}
+    if fault == "cut":   # after HEAD, and in an update that tells KEPT after HITS: three puts and signals each
+        first, end = (3, 12) if kind != "U" else (6, 9) if p.config.max_recv_tokens_per_rank else (3, 6)
+        network.cuts[who, other] = draw.randrange(first, end)
+        scheduler.tie = p.config.wait_ns // 2   # so nobody else is to blame, even if there was no time to tell
+    elif fault == "gone":   # what is put to it does not arrive
+        network.cuts |= dict.fromkeys([(r, who) for r in rails], 0)
+        p.sim.faults = Faults(dead={who: scheduler.rank_steps[who]}, timeouts=True)
+    elif fault == "dead":
+        p.sim.faults = Faults(dead={who: scheduler.rank_steps[who] + draw.randrange(draw.choice((10, 120)))}, timeouts=True)
+    else:
+        p.sim.faults = Faults(late={who: p.sim.streams[who].started}, timeouts=True)
+    return {who}
+
+
+def play(seed: int, kind: str, fault: str, strict: bool = False, **how: Any) -> None:
+    """Something goes wrong in operations of `kind`: results are right, or ranks know who is to blame (of a lost link, if `strict`: its sender)."""
     p, draw = program(seed, **how), random.Random(seed)
     p.play(BEFORE[kind])
     p.sim.run()
     p.check()
-    ranks, team = p.sim.num_ranks, p.team_size
-    who = draw.randrange(ranks)
-    rails = [r for r in range(ranks) if r != who and (r - who) % team == 0]
-    blamed = {who}
-    if fault in ("slow", "late", "stalled"):   # both ways, or what it sends
-        p.network.slow_links |= {(who, r) for r in rails} | {(r, who) for r in rails if fault == "slow"}
-        blamed |= set(rails)
-    elif fault == "lost":
-        other = draw.choice(rails)
-        p.network.cuts[who, other] = draw.randrange(12)
-        blamed.add(other)
-    elif fault == "dead":
-        p.sim.faults = Faults(dead={who: p.sim.scheduler.rank_steps[who] + draw.randrange(draw.choice((10, 120)))}, timeouts=True)
-    else:
-        p.sim.faults = Faults(late={who: p.sim.streams[who].started}, timeouts=True)
-    times = 1 if kind == "U" else 1 + seed % 3   # the second update after one that failed writes HITS that a put may still read (H-N8)
-    outcomes = Outcomes(p, kind, times if p.network.slow_links or fault == "stalled" else 1)
+    who, p.sim.scheduler.haste = draw.randrange(p.sim.num_ranks), draw.choice((0.02, 0.3, 0.7, 0.97))
+    blamed = disturb(p, kind, fault, who, draw)
+    several = fault in ("slow", "late", "stalled") and kind != "U"   # the second update after one that failed writes HITS a put may read (H-N8)
+    outcomes = Outcomes(p, kind, 1 + seed % 3 if several else 1)
     p.sim.run()
     outcomes.check()
     records = outcomes.records[0]
+    forgiven = kind == "U" and p.config.max_recv_tokens_per_rank and fault != "cut" and not strict   # KEPT: H-N9
     for rank, record in records.items():
-        told = record is None or record.culprit in blamed or (fault == "stalled" and rank == who)
-        assert told or (kind == "U" and p.config.max_recv_tokens_per_rank and records.get(record.culprit)), f"rank {rank} blames {record}"   # H-N9
+        if record is None or record.culprit in ({who} if strict else blamed) or (fault == "stalled" and rank == who):
+            continue
+        assert forgiven and records.get(record.culprit), f"rank {rank} blames {record}"
     if p.network.slow_links:
         p.network.slow_links.clear()
         p.play("U D X C B X G")
         p.sim.run()
         p.check()
-    return p, outcomes
 
 
-def first_red(kinds: str, seeds: int = SEEDS, faults: Sequence[str] = FAULTS, **how: Any) -> BaseException | None:
-    """The first error; None if the mutant survives."""
-    for seed in range(seeds):
+Schedule = tuple[int, str, str]
+
+
+def first_red(kinds: str, faults: Sequence[str] = FAULTS, seeds: Sequence[int] = range(SEEDS), **how: Any) -> Schedule | None:
+    """Seed, kind and fault of the first error; None if the mutant survives."""
+    for seed in seeds:
         for kind in kinds:
             for fault in faults:
                 try:
                     play(seed, kind, fault, **how)
-                except (SimulationError, AssertionError) as error:
-                    return error
+                except (SimulationError, AssertionError):
+                    return seed, kind, fault
     return None
 
 
 def test_nothing_changed_is_green() -> None:
-    for seed in range(8):
-        for kind in KINDS[""]:
+    for seed in range(3):
+        for kind in BEFORE:
             for fault in FAULTS:
                 play(seed, kind, fault)
 
@@ -182,17 +200,92 @@ OPERATIONS: dict[str, tuple[str, Any, Sequence[tuple[str, str]]]] = {
     "H-N4 a TAG's culprit is not told": ("ht_net_wait_chunk", ht_net_ops, [("peer, detail, epoch, epoch)", "peer, peer, epoch, epoch)")]),
     "H-N5 one bank": ("_head", ht_net_ops, [(BANKS, "source")]),
     "H-N5 HEAD in my own window": ("ht_net_wait_heads", ht_net_ops, [("else first + source % team_size", "else rank")]),
-    "H-N5 later HEADs, too": ("_judge_head", waits, [(TWICE, TWICE.replace("or verdict.code:", "or verdict.code not in (0, Code.LEFT_BEHIND):"))]),
+    "H-N5 later HEADs, too": ("_judge_head", waits, [(TWICE, TWICE.replace("or verdict.code:", "or verdict.code not in (0, Code.LEFT_BEHIND):")),
+                                                     ("return verdict if theirs", "return Verdict() if theirs")]),
     "H-N5 its holder is not to blame": ("ht_net_wait_heads", ht_net_ops, [("peer=holder, culprit=holder", "peer=v.peer")]),
     "H-N9 nobody looks whether the forwarder gave up": ("_forwarded", ht_net_ops, [(GAVE_UP, "return False")]),
 }
-if __name__ == "__main__":
-    import sys
-    import time
-    for name, change in OPERATIONS.items():
-        if len(sys.argv) > 1 and not __import__("re").search(sys.argv[1], name):
-            continue
-        t = time.time()
-        with changed((change[1], change[0], change[2])):
-            error = first_red(KINDS[""], int(sys.argv[2]) if len(sys.argv) > 2 else 8)
-        print(name, "|", type(error).__name__, str(error)[:250].replace("\n", " "), round(time.time() - t, 1), flush=True)
+# ---- kernels -----------------------------------------------------------------------------------------------------------------------
+TAG = "put_tag(comm, window, peer, context, TAGS + place * TAG_BYTES + chunk * 8, epoch, why)"
+TAG_HITS = "put_tag(comm, window, peer, 0, TAGS + place * TAG_BYTES, epoch, why)"
+TAG_KEPT = "put_tag(comm, window, to * TEAM + index, 0, TAGS + place * TAG_BYTES + 8, epoch, why)"
+SIGNAL = "signal(comm, peer, context, team * SIGNALS + 1 + channel, amount)"
+SIGNAL_HITS = "signal(comm, peer, 0, team * SIGNALS + 1, 1)"
+NEXT_PEER = "distance += warps()\n"
+WAIT = """
+                for distance in range(1, TEAMS):
+                    if code == 0:
+                        source = (team + TEAMS - distance) % TEAMS
+                        code = wait_chunk(comm, window, TAGS + (distance - 1) * TAG_BYTES + chunk * 8, source * TEAM + index, channel % CONTEXTS,
+                                          source * SIGNALS + 1 + channel, count * ADDS + turn + 1, rank, epoch, fail, record, timeout)
+"""
+WAIT_ENTERED = "code = wait_entered(comm, rank, RANKS, TEAM, CHANNELS, count, epoch, fail, record, timeout)"
+SHARED = {
+    "H-N2 no wait_entered": [(WAIT_ENTERED, "code = 0")],
+    "H-N3 the first chunk's signal for all of a channel": [("count * ADDS + turn + 1", "count * ADDS + 1")],
+    "H-N4 TAGs never tell": [(TAG, TAG.replace("why", "0"))],
+    "H-N4 TAGs after their signals": [(TAG, "pass"), (SIGNAL, SIGNAL + "\n                    " + TAG)],
+    "H-N4 who gives up puts no TAG": [(TAG, "if code == 0: " + TAG)],
+    "H-N4 who gives up does not signal": [(SIGNAL, SIGNAL.replace("amount", "amount if code == 0 else 0"))],
+    "H-N6 a chunk is waited for before the next is sent": [(NEXT_PEER, NEXT_PEER + WAIT)],
+}
+KERNELS = {f"{kernel}: {name}": (kernel, changes) for kernel in ("dispatch", "combine") for name, changes in SHARED.items()} | {
+    "prepare: H-N2 no wait_entered": ("prepare", SHARED["H-N2 no wait_entered"]),
+    "prepare: H-N4 TAGs of HITS never tell": ("prepare", [(TAG_HITS, TAG_HITS.replace("why", "0"))]),
+    "prepare: H-N4 no TAG of HITS": ("prepare", [(TAG_HITS, "pass")]),
+    "prepare: H-N4 no TAG of KEPT": ("prepare", [(TAG_KEPT, "pass")]),
+    "prepare: H-N4 who gives up does not signal HITS": ("prepare", [(SIGNAL_HITS, SIGNAL_HITS.replace(", 1)", ", 1 if code == 0 else 0)"))]),
+    "prepare: H-N4 who gives up does not signal KEPT": ("prepare", [("* SIGNALS + 1, ADDS - 1)", "* SIGNALS + 1, ADDS - 1 if code == 0 else 0)")]),
+    "prepare: H-N9 HITS as long as their forwarder": ("prepare", [("BY_RANK, epoch, fail, record, timeout + timeout)",
+                                                                    "BY_RANK, epoch, fail, record, timeout)")]),
+    "prepare: H-N9 KEPT as long as their forwarder": ("prepare", [("BUDGET, epoch, fail, record, timeout + timeout)",
+                                                                    "BUDGET, epoch, fail, record, timeout)")]),
+    "dispatch: H-N9 ARRIVED as long as chunks": ("dispatch", [("timeout + timeout", "timeout")]),
+}
+
+SURVIVORS = {
+    "H-N1 drain of channels only": "channel 0's signals come after HEAD on the same context, and of HEAD signals only their number counts",
+    "H-N5 later HEADs, too": "who was left behind learns it from the TAGs of its rail peers, which gave up for want of its HEAD",
+    "prepare: H-N2 no wait_entered": "a rail peer's last signals of an update follow all it reads of mine there, and the drain waits for them",
+}
+"""Losses that nothing shows, and why. Each is asserted to survive, so that this list stays true."""
+WHERE: dict[str, tuple[str, Sequence[str]]] = {
+    # where a loss shows soonest: kinds and faults; all of them for the others
+    "H-N1": ("DC", ("late", "slow")), "H-N2": ("DCU", ("slow",)), "H-N3": ("DCBG", ("lost",)), "H-N4": ("DCU", ("lost", "late")),
+    "H-N5": ("DC", ("gone", "slow", "stalled")), "H-N6": ("DC", ("cut",)), "H-N9": ("UD", ("cut",)),
+}
+RARE = {"H-N4 any epoch's TAG": range(83, 83 + SEEDS)}
+"""Where to begin when only a few schedules show a loss: two TAGs under way at once, and all of it must come within one deadline."""
+
+
+def red(name: str, seeds: Sequence[int]) -> Schedule | None:
+    """The first schedule within `seeds` that shows the loss called `name`."""
+    kinds, faults = WHERE[name[name.index("H-N"):][:4]]
+    if name in KERNELS:
+        kernel, changes = KERNELS[name]
+        return first_red("".join(k for k in KINDS[kernel] if k in kinds), faults, seeds, **{kernel: mutant(FACTORIES[kernel], *changes)})
+    function, module, texts = OPERATIONS[name]
+    with changed((module, function, texts)):
+        return first_red(kinds, faults, seeds)
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS | KERNELS if name not in SURVIVORS])
+def test_a_lost_lemma_is_red(name: str) -> None:
+    found = red(name, RARE.get(name, range(SEEDS)))
+    assert found is not None
+    play(*found)   # nothing else is wrong with it
+
+
+@pytest.mark.parametrize("name", SURVIVORS)
+def test_surviving_loss(name: str) -> None:
+    assert red(name, range(6)) is None
+
+
+def test_a_tag_of_kept_tells_of_a_failure_before_it() -> None:
+    """Who gave up for want of HITS tells in KEPT's TAG on whom. (It may come too late, H-N9: only where it comes in time a loss shows.)"""
+    silent = mutant(FACTORIES["prepare"], (TAG_KEPT, TAG_KEPT.replace("why", "0")))
+
+    def named(seed: int, **how: Any) -> bool:
+        return first_red("U", ("lost",), [seed], strict=True, **how) is None
+
+    assert any(named(seed) and not named(seed, prepare=silent) for seed in range(SEEDS))
