@@ -29,13 +29,16 @@ signal is at least count * adds" says that all puts of that channel in operation
   banks by parity as in ``memory_map``. After a failed operation a HEAD that is older still may land late and hide a newer one: then that
   operation fails, too, in time and by name; nothing is ever written because of it.
 * H-N6 Sending waits for nobody after HEAD: all chunks are sent before the first wait for one. So a chunk that does not come is the fault of its
-  sender or of the network.
+  sender or of the network, or its sender still waits for a HEAD that its receiver has: that wait began earlier, and tells (H-N4), if there is time
+  to. KEPT are the exception: they are sent after all HITS have come.
 * H-N7 Ranks of other teams never touch my slots, so ARRIVED is a matter of the team: my team has written its own tokens' rows and those it fanned
   out. A failure in another team after all HEADs surfaces there, and here at the next operation, which that rank's host refuses.
 * H-N8 HITS and KEPT are put to a place of their own (a put may land in pieces, in any order); after the signal the rail peer copies them, word by
-  word, to HITS and KEPT of its team, where they are as in one team.
+  word, to HITS and KEPT of its team, where they are as in one team. HITS are put from where my team reads them, and are written before the drain: if
+  two updates in a row are given up, a put of the first may read words of the third. It lands before its receiver has drained, and nobody takes it.
 * H-N9 Waits for somebody who may himself wait for the network have twice its deadline: for forwarded words, and for ARRIVED of the team. So the one
   who waits for the network gives up first and tells (in HEAD and ARRIVED of its team) on whom; if it tells nothing it is the culprit itself.
+  Not so KEPT of an update that overflows: its sender may wait for HITS as long as its receiver waits for it, and be named though it is not to blame.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import test_ptx
 from test_ptx import Instruction, complaints, mutated
 
 from ncclep_py import toolchain
-from ncclep_py.kernels.ops import NET_OPS, Op
+from ncclep_py.kernels.ops import HT_NET_OPS, NET_OPS, Op
 
 SOURCE = "".join((toolchain.KERNEL_FOLDER / name).read_text() for name in (
     "lane_ops.cu", "fabric_ops.cu", "rank_ops.cu", "recipe_ops.cu", "ht_ops.cu", *toolchain.TEAM_SOURCES))
@@ -118,3 +118,101 @@ def test_mutants_are_found():
     for name, (old, new) in mutants.items():
         source = mutated(source, name, old, new)
     assert check(source).keys() == mutants.keys()
+
+
+FENCE = "  fence_system();   // by every publishing lane\n"
+WAITED = "    Missing m = wait_signal(comm, context, signal, u64(least), u64(timeout));\n"
+TAG_READ = "u64 word = load_relaxed_sys(peer_at(window, tag, rank));"
+PUT = "  net_put(comm, window, peer, context, target_at, source_at, num_bytes);\n"
+SIGNAL = "  net_signal(comm, peer, context, signal, amount);\n"
+BLOCK, VOTE = ("return tell_block(code)", "return code"), ("__syncthreads_or(code)", "code")
+HT_MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    # what is wrong: (operation to change, old and new texts)
+    "a put before its fence": ("ht_net_put", [(RELEASE + PUT, PUT + RELEASE)]),
+    "rows put with a fence for some": ("ht_net_put_rows", [(RELEASE, "  if (left == 1) net_release();\n")]),
+    "no TAG": ("ht_net_put_tag", [("net_put_value(comm, window, peer, context, target_at, tagged(epoch, u32(low)));", "")]),
+    "a signal before its fence": ("ht_net_signal", [(RELEASE + SIGNAL, SIGNAL + RELEASE)]),
+    "a TAG looked at before its signal": ("ht_net_wait_chunk", [(TAG_READ, ""), (WAITED, TAG_READ + "\n" + WAITED)]),
+    "a TAG looked at plainly": ("ht_net_wait_chunk", [("load_relaxed_sys(peer_at(window, tag, rank))", "*(const u64*)peer_at(window, tag, rank)")]),
+    "HEAD with a fence by one lane": ("ht_net_publish_head", [("  fence_system();", "  if (lane() == 0) fence_system();")]),
+    "a word of HEAD before the fence": ("ht_net_publish_head", [(FENCE, "  if (to) store_relaxed_sys(to, low);\n" + FENCE)]),
+    "HEAD to rail peers with a fence only if all went well": ("ht_net_enter", [("    net_release();\n", "    if (m.index < 0) net_release();\n")]),
+    "HEAD to rail peers before the fence": ("ht_net_enter", [
+        ("    net_release();\n", "    net_put_value(comm, window, 0, 0, at, 0);\n    net_release();\n")]),
+    "HEAD signals without a barrier": ("ht_net_wait_entered", [BLOCK]),
+    "ABORT told plainly": ("ht_net_publish_abort", [("store_relaxed_sys(peer_at(window, at + 8, first + i), word)",
+                                                     "*(u64*)peer_at(window, at + 8, first + i) = word")]),
+    "FAIL read plainly": ("ht_net_publish_abort", [("load_relaxed_gpu(fail)", "*(const u64*)fail")]),
+    "ARRIVED with a fence by one lane": ("ht_net_publish_arrived", [("  fence_system();", "  if (lane() == 0) fence_system();")]),
+    "HITS told plainly": ("ht_net_publish_hits", [
+        ("store_relaxed_sys(peer_at(window, at + 8 * column, first + peer), tagged(epoch, c.total[column]))",
+         "*(u64*)peer_at(window, at + 8 * column, first + peer) = tagged(epoch, c.total[column])")]),
+    "HITS forwarded plainly": ("ht_net_forward_hits", [("store_relaxed_sys(peer_at(window, at + 8 * i, first + m), word)",
+                                                        "*(u64*)peer_at(window, at + 8 * i, first + m) = word")]),
+    "HITS put here read as constants": ("ht_net_forward_hits", [("= from[i]", "= __ldg(from + i)")]),
+    "HITS without a barrier": ("ht_net_wait_hits", [VOTE]),
+    "KEPT without a barrier at the end": ("ht_net_publish_kept", [("  }\n  __syncthreads();\n  return 0;", "  }\n  return 0;")]),
+    "KEPT told before all are counted": ("ht_net_publish_kept", [("1);\n  }\n  __syncthreads();\n", "1);\n  }\n")]),
+    "KEPT forwarded plainly": ("ht_net_forward_kept", [
+        ("store_relaxed_sys(peer_at(window, kept_rows + (peer * local + i % local) * 8, owner), from[i])",
+         "*(u64*)peer_at(window, kept_rows + (peer * local + i % local) * 8, owner) = from[i]")]),
+    "KEPT put here read as constants": ("ht_net_forward_kept", [("from[i])", "__ldg(from + i))")]),
+    "KEPT waited for without a barrier": ("ht_net_wait_kept", [VOTE]),
+    "the count read as volatile": ("ht_net_count", [("*(const u64*)word", "*(const volatile u64*)word")]),
+    "the count advanced as volatile": ("ht_net_advance", [("*(i64*)word", "*(volatile i64*)word")]),
+    "tokens past the read-only cache": ("ht_net_stage_row", [("spread_row<true>", "spread_row<false>")]),
+    "received rows through the read-only cache": ("ht_net_forward_row", [("spread_row<false>", "spread_row<true>")]),
+    "received headers through the read-only cache": ("ht_net_take_header", [("route = from[lane()]", "route = __ldg(from + lane())")]),
+    "weights past the read-only cache": ("ht_net_scatter_weights", [("load_weight(weights + 4 * (token * num_topk + lane()))",
+                                                                     "((const float*)weights)[token * num_topk + lane()]")]),
+    "received weights through the read-only cache": ("ht_net_forward_weights", [("from[lane()] : 0.f", "__ldg(from + lane()) : 0.f")]),
+    "a sum of other rows": ("ht_net_partial_row", [("routed_row(rows_window, slot,", "routed_row(rows_window, sent,")]),
+    "places through the read-only cache": ("ht_net_partial_grads", [("((const i64*)remote_places)[at]", "__ldg((const i64*)remote_places + at)")]),
+    "received gradients as volatile": ("ht_net_reduce_grads", [
+        ("*(const float*)peer_at(window, staged", "*(const volatile float*)peer_at(window, staged")]),
+}
+
+
+def rounds() -> list[list[str]]:
+    """Mutants that change different operations are compiled together."""
+    made: list[list[str]] = []
+    for what, (name, _) in HT_MUTANTS.items():
+        free = next((r for r in made if name not in {HT_MUTANTS[w][0] for w in r}), None)
+        if free is None:
+            made.append([what])
+        else:
+            free.append(what)
+    return made
+
+
+@pytest.mark.parametrize("whats", rounds(), ids=lambda whats: f"{len(whats)} mutants")
+def test_high_throughput_mutants_are_found(whats: list[str]) -> None:
+    source = SOURCE
+    for what in whats:
+        name, texts = HT_MUTANTS[what]
+        for old, new in texts:
+            source = mutated(source, name, old, new)
+    found = check(source).keys()
+    assert {what for what in whats if HT_MUTANTS[what][0] not in found} == set()
+    assert found == {HT_MUTANTS[what][0] for what in whats}
+
+
+def test_each_high_throughput_operation_has_a_mutant() -> None:
+    assert {name for name, op in HT_NET_OPS.items() if op.effects} <= MUTANTS.keys() | {name for name, _ in HT_MUTANTS.values()}
+
+
+SHARED = {
+    # what is wrong: (old text, new text, the operations of HIGH_THROUGHPUT that must complain)
+    "acquiring loads are relaxed": ("ld.acquire.sys.global.u64", "ld.relaxed.sys.global.u64", {"ht_net_wait_heads", "ht_net_wait_arrived"}),
+    "what is told to my team is told plainly": ("st.relaxed.sys.global.u64", "st.global.u64", {
+        "ht_net_publish_head", "ht_net_publish_abort", "ht_net_publish_arrived", "ht_net_publish_hits", "ht_net_forward_hits", "ht_net_publish_kept",
+        "ht_net_forward_kept"}),
+    "net_release has no fence": ("{ __syncwarp(); fence_system(); }", "{ __syncwarp(); }", {"ht_net_put", "ht_net_put_rows", "ht_net_signal",
+                                                                                         "ht_net_enter"}),
+}
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_mutants_of_what_operations_share_are_found(what: str) -> None:
+    old, new, guilty = SHARED[what]
+    assert check(mutated(SOURCE, None, old, new)).keys() & HT_NET_OPS.keys() == guilty
