@@ -17,7 +17,7 @@ from test_mutations import mutant
 from ncclep_py import ht_net_map
 from ncclep_py.config import Algorithm, GroupConfig, Layout, OverflowPolicy
 from ncclep_py.errors import ErrorRecord
-from ncclep_py.simulator import Faults, SimulationError, ht_net_ops, ht_net_program, waits
+from ncclep_py.simulator import Faults, RaceError, SimulationError, ht_net_ops, ht_net_program, waits
 from ncclep_py.simulator.ht_net_program import FACTORIES, HTNetProgram
 
 SEEDS = 40
@@ -119,7 +119,7 @@ def disturb(p: HTNetProgram, kind: str, fault: str, who: int, draw: random.Rando
     return {who}
 
 
-def play(seed: int, kind: str, fault: str, strict: bool = False, **how: Any) -> None:
+def play(seed: int, kind: str, fault: str, strict: bool = False, times: int = 0, **how: Any) -> None:
     """Something goes wrong in operations of `kind`: results are right, or ranks know who is to blame (of a lost link, if `strict`: its sender)."""
     p, draw = program(seed, **how), random.Random(seed)
     p.play(BEFORE[kind])
@@ -128,7 +128,7 @@ def play(seed: int, kind: str, fault: str, strict: bool = False, **how: Any) -> 
     who, p.sim.scheduler.haste = draw.randrange(p.sim.num_ranks), draw.choice((0.02, 0.3, 0.7, 0.97))
     blamed = disturb(p, kind, fault, who, draw)
     several = fault in ("slow", "late", "stalled") and kind != "U"   # the second update after one that failed writes HITS a put may read (H-N8)
-    outcomes = Outcomes(p, kind, 1 + seed % 3 if several else 1)
+    outcomes = Outcomes(p, kind, times or (1 + seed % 3 if several else 1))
     p.sim.run()
     outcomes.check()
     records = outcomes.records[0]
@@ -289,3 +289,16 @@ def test_a_tag_of_kept_tells_of_a_failure_before_it() -> None:
         return first_red("U", ("lost",), [seed], strict=True, **how) is None
 
     assert any(named(seed) and not named(seed, prepare=silent) for seed in range(SEEDS))
+
+
+# ---- what the lemmas do not promise: these show that the exceptions made above are needed -------------------------------------------
+def test_a_third_update_writes_hits_that_a_put_may_still_read() -> None:
+    """H-N8: after two updates that failed. A data race without consequences."""
+    with pytest.raises(RaceError, match=r"(?s)^(?=.*ht_net_publish_hits)(?=.*ht_net_put ).* HITS\["):
+        for seed in range(SEEDS):
+            play(seed, "U", "late", times=3)
+
+
+def test_who_waits_for_kept_may_name_a_rank_that_waits_for_hits() -> None:
+    """H-N9: such a rank gave up itself."""
+    assert first_red("U", ("dead",), strict=True) is not None
