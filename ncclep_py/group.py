@@ -62,6 +62,9 @@ class Group(Masking, OwnKernels, Waited):
         [2.0, 4.0]
     """
 
+    over_network = False
+    """Whether ranks form several teams: then rows of a staged combine are put out of its slot, and still read after its send half."""
+
     def __init__(self, comm: Communicator, config: GroupConfig) -> None:
         """Internal: use `create`."""
         self.comm, self.config, self.rank, self.num_ranks = comm, config, comm.rank, comm.num_ranks

@@ -223,7 +223,7 @@ class Handle(HandleChecks):
                     copies.append((held, routing))
         made.layout_info, made.generation = counts, self._generation
         if staged:
-            mine = (counts.src_rank_counters.data_ptr(),) if self._rank_major and counts.src_rank_counters is not None else ()
+            mine = own[4:6 if self.group.over_network else 5] if self._rank_major else ()   # the counters; over teams also how ids are numbered
             kept = (tokens, idx, weights, *beside, counts.expert_counters, counts.src_rank_counters)
             self._flight = Flight(SENDS[name], slot, mine, tuple(t for t in kept if t is not None), made, copies, sent, place)
         else:
@@ -278,13 +278,14 @@ class Handle(HandleChecks):
             name = "ll_combine_send" if staged else "ll_combine"
             if staged:
                 self._stage = take_stage(self.group, self.id)
-        if not staged and self.group.slot_combined[slot]:   # peers may still be pulling from this slot: meet first, on all ranks alike
+        reads_on = not staged or self.group.over_network
+        if reads_on and self.group.slot_combined[slot]:   # peers may still be pulling from this slot: meet first, on all ranks alike
             self.group.rendezvous(OpKind.COMBINE)
         given = inputs if isinstance(inputs, CombineInputs) else CombineInputs(inputs)
         made = outputs if isinstance(outputs, CombineOutputs) else CombineOutputs()
         weights: Any = topk_weights if topk_weights is not None else made.topk_weights
         # free for others, but still mine to combine again; also if this call raises, since peers may not know of that yet
-        self.group.slot_combined[slot], self.group.slot_owner[slot] = self.group.slot_combined[slot] or not staged, -self.id
+        self.group.slot_combined[slot], self.group.slot_owner[slot] = self.group.slot_combined[slot] or reads_on, -self.id
         with _Refusing(self, name, slot):
             self.group.raise_reported()
             _check_kinds(("outputs", outputs, CombineOutputs), ("config", config, CombineConfig))
@@ -295,7 +296,8 @@ class Handle(HandleChecks):
         if staged:
             held = (made.tokens,) if self._rank_major else (weights, made.tokens)
             own: tuple[int, ...] = (0 if self._rank_major else weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens)
-            self._launch(name, slot, Status.GO, (given.tokens.data_ptr(), self._num_tokens), (given.tokens,))
+            pushed = self._pushed(slot, given.tokens)
+            self._launch(name, slot, Status.GO, (pushed.data_ptr(), self._num_tokens), (pushed,))
             self._flight = Flight(SENDS[name], self._stage, own, held, made.tokens)
             return made.tokens
         rows = self._rows(slot)
@@ -380,15 +382,20 @@ class Handle(HandleChecks):
               place: int = -1) -> None:
         """Submit a complete half."""
         group = self.group
-        values = (*self._fixed(name, slot, slot, False, sent, place), group.config.wait_ns)
-        blocks = group.num_blocks if name == "ll_combine_complete" else 1
+        blocks = group.num_blocks if name == "ll_combine_complete" or group.over_network else 1
         group.keep(tensors)
-        group.comm.submit(self._kernel(name), (*values[:4], *own, *values[4:]), blocks, name, tensors)
+        kernel = self._kernel(name, sent.wire if sent is not None and group.over_network else None)
+        group.comm.submit(kernel, self._complete_values(name, slot, own, sent, place), blocks, name, tensors)
         if self.group.comm.backend == "nccl" and not group.comm.capturing():
             import torch
 
             for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream())   # it may be freed now, by a stream that knows nothing of this one
+
+    def _complete_values(self, name: str, slot: int, own: tuple[int, ...], sent: Sent | None, place: int) -> tuple[int, ...]:
+        """What a complete half's kernel gets."""
+        fixed = self._fixed(name, slot, slot, False, sent, place)
+        return (*fixed[:4], *own, *fixed[4:], self.group.config.wait_ns)
 
     def close(self) -> None:
         """Give the slot back; local and idempotent. GPU work on it must be done or stream-ordered before what comes next.
@@ -410,6 +417,9 @@ class Handle(HandleChecks):
         self.close()
 
     # ---- inside ------------------------------------------------------------------------------------------------------
+    def _pushed(self, slot: int, rows: torch.Tensor) -> torch.Tensor:
+        """Where a staged combine takes rows from: inside a team, from wherever they are."""
+        return rows
 
     def _copy_all(self, copies: Sequence[tuple[Any, Any]]) -> None:
         """Copy between slots and plain tensors ``[planes, rows, width]``: of rows of whole vectors those that were received, else everything."""
@@ -451,7 +461,11 @@ class Handle(HandleChecks):
             generation = self._held if "combine" in name else self._generation
             fixed = (*fixed[:-2], self.id << 32 | generation, fixed[-1])
         values = (*fixed[:4], *own, *fixed[4:], status, group.config.wait_ns)
-        kernel = self._kernel(name, None if sent is None else sent.wire)
+        self._submit(name, self._kernel(name, None if sent is None else sent.wire), values, status, tensors)
+
+    def _submit(self, name: str, kernel: Kernel, values: tuple[int, ...], status: int, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Submit it; raises if a rank of this process refuses it."""
+        group = self.group
         group.keep(tensors)
         refused_here = group.comm.submit(kernel, values, group.num_blocks, name, tensors, refusing=status != Status.GO)
         if name == "ll_combine_send" and (refused_here or status != Status.GO):   # over on this rank: give the staging slot back to the peers

@@ -1,6 +1,7 @@
 """LOW_LATENCY groups and handles whose ranks form several teams; calls and results are those of one team. Protocol: ``ncclep_py.ll_net_map``.
 
-Refused by a sentence: staged operations, masks, user windows.
+Refused by a sentence: masks, user windows. A staged combine takes rows out of the slot, where a plain tensor's are copied to; a second combine of the
+same dispatch meets all ranks first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from ncclep_py.group import Group
 from ncclep_py.handle import Handle
 from ncclep_py.kernels.ll_net_shape import LLNetShape
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.ll_net_flight import net_values, signature_of
 from ncclep_py.ll_net_map import LLNetMap
 from ncclep_py.plan import device_needs
 from ncclep_py.signature import OpKind
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["LLNetGroup", "LLNetHandle"]
 
 KERNEL_NAMES = {"ll_dispatch": "ll_net_dispatch", "ll_rank_major_dispatch": "ll_net_rank_major_dispatch", "ll_combine": "ll_net_combine",
-                "ll_nvfp4_combine": "ll_net_nvfp4_combine", "ll_copy": "ll_copy"}
+                "ll_nvfp4_combine": "ll_net_nvfp4_combine", "ll_copy": "ll_copy",
+                "ll_dispatch_send": "ll_net_dispatch_send", "ll_dispatch_complete": "ll_net_dispatch_complete",
+                "ll_rank_major_send": "ll_net_rank_major_send", "ll_rank_major_complete": "ll_net_rank_major_complete",
+                "ll_combine_send": "ll_net_combine_send", "ll_combine_complete": "ll_net_combine_complete"}
 
 
 def _missing(what: str) -> NotImplementedError:
@@ -42,10 +47,11 @@ class LLNetGroup(Group):
         net: what several teams add to the byte plans.
     """
 
+    over_network = True
+
     def __init__(self, comm: Communicator, config: GroupConfig) -> None:
-        for unwanted, what in ((config.enable_mask, "enable_mask"), (config.num_staging_slots, "num_staging_slots")):
-            if unwanted:
-                raise _missing(what)
+        if config.enable_mask:
+            raise _missing("enable_mask")
         self.device = comm.device_communicator(device_needs(config, comm.topology))
         super().__init__(comm, config)
 
@@ -101,16 +107,20 @@ class LLNetHandle(Handle):
     def _launch(self, name: str, slot: int, status: int, own: tuple[int, ...], tensors: tuple[torch.Tensor, ...], global_ids: bool = False,
                 sent: Any = None, place: int = -1) -> None:
         """Submit one operation; `own` are the kernel's values between the record and the slot, for one team."""
-        group, combine = self.group, name in ("ll_combine", "ll_nvfp4_combine")
-        plan, local_map = group.map, group.local_map
-        local, record = group.addresses()
-        stamp = self.id << 32 | (self._held if combine else self._generation)
-        signature = group.signature(OpKind.COMBINE if combine else OpKind.DISPATCH, self.layout, slot, self.num_topk, global_ids, sent,
-                                    int(name == "ll_nvfp4_combine"))
-        values = (group.device.address, group.window.handle, group.rank, local, record, *own, *((1,) if name == "ll_combine" else ()),
-                  plan.slot(slot), local + local_map.table(slot), local + group.net.slot_remote(slot), local + local_map.header(slot), stamp,
-                  signature, status, group.config.wait_ns)
-        kernel = self._kernel(name, None if sent is None else sent.wire)
-        group.keep(tensors)
-        if group.comm.submit(kernel, values, group.num_blocks, name, tensors, refusing=status != Status.GO):
-            group.check()
+        group = self.group
+        stamp = self.id << 32 | (self._held if "combine" in name else self._generation)
+        signature = signature_of(group, self, name, slot, self._stage, global_ids, sent)
+        values = (*net_values(group, self, name, slot, self._stage, own), stamp, signature, status, group.config.wait_ns)
+        self._submit(name, self._kernel(name, None if sent is None else sent.wire), values, status, tensors)
+
+    def _complete_values(self, name: str, slot: int, own: tuple[int, ...], sent: Any, place: int) -> tuple[int, ...]:
+        group = self.group
+        signature = () if name == "ll_rank_major_complete" else (signature_of(group, self, name, slot, slot, False, sent),)
+        return (*net_values(group, self, name, slot, slot, own), *signature, group.config.wait_ns)
+
+    def _pushed(self, slot: int, rows: torch.Tensor) -> torch.Tensor:
+        held = self._rows(slot)
+        if rows.data_ptr() != held.data_ptr():   # puts read the window only
+            self._copy_all([(held, rows)])
+            self._packed = False
+        return held

@@ -35,6 +35,29 @@ after the counts, if there are any. These adds are made in every operation, also
 * L-N6 Sending waits for nobody after HEAD; all of it is signalled before the first wait for a networked rank's data.
 * L-N7 ARRIVED is a matter of the team. A failure in another team after all HEADs surfaces where its data is missing.
 
+Staged operations (``kernels/ll_net_staged.py``) keep S1 to S6 of ``memory_map`` inside each team; over the network:
+
+* L-S1 (counting) Adds to one signal are counted, and each lands after all that its source put before it on its context. So who waits for the k-th
+  add of a source has all that the source put before its k-th add, whichever adds came, and however many operations are in flight.
+* L-S2 A staged dispatch is an operation of the group: HEAD, counts and rows are signalled in its send half, so L-N1 drains its puts like others',
+  and the next operation enters when they have landed. What is read in its complete half belongs to the payload slot and is rewritten by the slot's
+  next dispatch only (S3): messages received (MESSAGES has a bank per slot), in the place of TAGS FLIGHT words (RANK_MAJOR: ARRIVALS, with the number
+  of rows), the counts (KEPT) that give rows their places, and the number of operations to count DATA adds to. HEAD, TAGS, NET_COUNTS and what is
+  sent from are read before the next HEAD.
+* L-S3 A staged combine is a use of its staging slot, which has signals of its own for every source: RELEASED (context 0) counts uses the source has
+  emptied, DATA (every context) one add per use. A rank puts use u after RELEASED of *all* ranks counts u uses, as S4 says for stores.
+* L-S4 A rank gives RELEASED of use u after it has read its rows *and* DATA of use u of all networked ranks has come up: no late put can fall on rows
+  of a later use. (No late store can: the rank that stores gives its own RELEASED later, and that is waited for, too.) If a use did not come up in
+  time the slot is not given back by its complete half; the next send half waits for it again first, with a deadline of its own. Only then does a
+  send half wait for other ranks' send halves.
+* L-S5 FLIGHT words of use u are put to networked ranks that have released u uses: these have read those of use u - 1. Who finds an old word after
+  the DATA adds of a use knows that the rank gave up, not on whom (as L-N4).
+* L-S6 Rows of a staged combine are put from the payload slot, and still read when the send half is over. A rank's HEAD therefore follows DATA of all
+  uses it has itself sent and not released (the *staged drain*): all ranks issue dispatches and send halves in the same order, so this covers every
+  use its peers put before. Nobody writes to a slot before HEAD of all; if the staged drain fails, HEAD says ABORT, to all, and no rank writes.
+  For the same reason a second combine of a slot meets all ranks first, staged or not (the host's rule): rows may then be copied into the slot.
+* L-S7 The network is quiet after a CLOSE that succeeds: its HEAD follows both drains.
+
 A duplicate expert in a token can overflow a plane; what a networked rank drops then is recorded there, and the token's combined row is undefined.
 """
 
@@ -45,9 +68,11 @@ import dataclasses
 from ncclep_py.config import GroupConfig, Layout
 from ncclep_py.memory_map import SLOT_ALIGNMENT, WORD, LocalMap, WindowMap, align
 
-__all__ = ["LLNetMap"]
+__all__ = ["FLIGHT_COUNT", "FLIGHT_RELEASED", "LLNetMap"]
 
 MAX_CONTEXTS = 4
+FLIGHT_COUNT, FLIGHT_RELEASED = 64, 72
+"""In a flight of the local block, u64: operations, or uses of a staging slot, up to the newest sent; uses released."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +90,15 @@ class LLNetMap:
         routed_header_bytes: the same, RANK_MAJOR: then K ids, int32, and K weights, float32.
         message_bytes: bytes from one message to the next, whatever is sent: no operation writes a row where another has its epoch.
         sent: window offset of ``[M]`` messages of mine: header, row, scale row.
-        messages: window offset of ``[R][M]`` messages received.
+        messages: window offset of ``[banks][R][M]`` messages received; a bank per payload slot with staging, else one.
+        messages_bytes: distance of two banks, 0 if there is one.
         returned: window offset of ``[M * K]`` rows that came back.
         total_bytes: size of the window.
         count: offset of COUNT, u64, in the local block; after it a second counter of blocks.
         remote: offset of ``[num_slots][R][M][K]`` int32 in the local block: row in the slot of each received (source, token, k), -1 for none.
         remote_bytes: bytes of one slot's.
         local_bytes: size of the local block.
+        num_staging: staging slots.
     """
 
     num_ranks: int
@@ -92,6 +119,8 @@ class LLNetMap:
     remote: int
     remote_bytes: int
     local_bytes: int
+    messages_bytes: int = 0
+    num_staging: int = 0
 
     @classmethod
     def build(cls, config: GroupConfig, num_ranks: int, team_size: int, window: WindowMap, local: LocalMap) -> LLNetMap:
@@ -106,17 +135,26 @@ class LLNetMap:
         message_bytes = (header_bytes if config.slot_layout is Layout.EXPERT_MAJOR else routed_header_bytes) + align(window.token_bytes, 16)
         sent = align(net_counts + num_ranks * team_size * (experts // num_ranks) * WORD, SLOT_ALIGNMENT)
         messages = align(sent + tokens * message_bytes, SLOT_ALIGNMENT)
-        returned = align(messages + num_ranks * tokens * message_bytes, SLOT_ALIGNMENT)
+        bank = align(num_ranks * tokens * message_bytes, SLOT_ALIGNMENT)
+        returned = messages + bank * (config.num_slots if window.num_staging else 1)
         count = align(local.total_bytes, 128)
         remote, remote_bytes = count + 128, align(4 * num_ranks * tokens * topk, 128)
         return cls(num_ranks, team_size, tokens, min(tokens, MAX_CONTEXTS), tags, counts_sent, net_counts, header_bytes,
                    routed_header_bytes, message_bytes, sent, messages, returned, align(returned + tokens * topk * window.row_bytes, SLOT_ALIGNMENT),
-                   count, remote, remote_bytes, remote + config.num_slots * remote_bytes)
+                   count, remote, remote_bytes, remote + config.num_slots * remote_bytes, bank if window.num_staging else 0, window.num_staging)
 
     @property
     def num_signals(self) -> int:
-        """Signals of a rank on each context: HEAD and DATA of every source."""
-        return 2 * self.num_ranks
+        """Signals of a rank on each context: HEAD and DATA of every source; of each staging slot RELEASED and DATA of every source."""
+        return self.first_signal(self.num_staging)
+
+    def first_signal(self, index: int) -> int:
+        """First of the signals of staging slot `index`."""
+        return 2 * self.num_ranks * (1 + index)
+
+    def slot_messages(self, slot: int) -> int:
+        """Window offset of the messages received for a slot."""
+        return self.messages + slot * self.messages_bytes
 
     def slot_remote(self, slot: int) -> int:
         """Offset of a slot's REMOTE in the local block."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ncclep_py.communicator import Communicator, Kernel, SymmetricWindow
 from ncclep_py.compiled import KernelSpec
 from ncclep_py.config import Algorithm, GroupConfig, Layout
+from ncclep_py.flight import SENDS
 from ncclep_py.topology import Topology
 
 if TYPE_CHECKING:
@@ -141,9 +142,11 @@ def kernels_of(config: GroupConfig, topology: Topology, multiprocessors: int, *,
 
 def _recipes(handle: Any, high: bool, wires: Sequence[Wire], nvfp4: bool) -> None:
     """Ask for the kernels a handle loads when a recipe is first used."""
-    staged = not high and handle.group.config.staging_slots
+    staged: tuple[str, ...] = ()
+    if not high and handle.group.config.staging_slots:   # over teams the complete half moves rows, too
+        staged = (handle._send_name, *((SENDS[handle._send_name],) if handle.group.over_network else ()))
     for wire in wires:
-        for name in ("ht_dispatch",) if high else (handle._dispatch_name, *((handle._send_name,) if staged else ())):
+        for name in ("ht_dispatch",) if high else (handle._dispatch_name, *staged):
             handle._kernel(name, wire)
     if nvfp4 and not high:
         handle._kernel("ll_nvfp4_combine")

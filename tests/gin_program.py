@@ -26,6 +26,7 @@ from test_ht_host import BACKWARD, COMBINE_BACKWARD, Case  # noqa: E402
 
 from ncclep_py import (  # noqa: E402
     Algorithm,
+    CombineConfig,
     CombineInputs,
     CombineOutputs,
     Communicator,
@@ -54,6 +55,8 @@ HIGH = GroupConfig(num_experts=32, max_dispatch_tokens_per_rank=80, hidden=512, 
                    algorithm=Algorithm.HIGH_THROUGHPUT)
 DROPPING = GroupConfig(num_experts=32, max_dispatch_tokens_per_rank=80, hidden=512, num_topk=4, max_num_sms=8, timeout_ns=SECONDS * 10**9,
                        algorithm=Algorithm.HIGH_THROUGHPUT, max_recv_tokens_per_rank=100, overflow_policy=OverflowPolicy.DROP)
+IN_FLIGHT = dataclasses.replace(LOW, num_slots=2, num_staging_slots=4)
+"""Two micro-batches in flight."""
 BUDGETED = dataclasses.replace(HIGH, max_recv_tokens_per_rank=8 * 80)
 """What can be captured: as many rows as there may be."""
 WIRES = [Wire(512, 128), Wire(512, 16, True)]
@@ -187,6 +190,39 @@ def low_recipes(comm: Any, cases: list[Recipe]) -> None:
             equal(out, torch.zeros_like(case.tokens[rank]), f"rank {rank}, zeros combined")
 
 
+def low_staged(comm: Any, pairs: list[tuple[Low, Low]]) -> None:
+    """Pairs of micro-batches in flight, in all orders of their complete halves, and fused calls between."""
+    rank, device = comm.rank, comm.device
+    send, push = DispatchConfig(send_only=True), CombineConfig(send_only=True)
+    with Group.create(comm, IN_FLIGHT) as group:
+        both = {layout: [group.create_handle(layout, num_topk=LOW.num_topk) for _ in range(2)] for layout in LL_LAYOUTS.values()}
+
+        def dispatch(handle: Any, case: Low, config: DispatchConfig | None = None) -> Any:
+            weights = case.weights[rank].to(device) if case.layout is Layout.RANK_MAJOR else None
+            return handle.dispatch(DispatchInputs(case.tokens[rank].to(device), weights), topk_idx=case.ids[rank].to(device), config=config)
+
+        for step, batch in enumerate(pairs):
+            handles = [both[case.layout][b] for b, case in enumerate(batch)]
+            made = [dispatch(handle, case, send) for handle, case in zip(handles, batch, strict=True)]
+            for b in (0, 1) if step % 2 else (1, 0):
+                handles[b].complete()
+                group.check()
+                batch[b].check_received(rank, made[b])
+                batch[b].experts(made[b].tokens, rank)
+            outs = [handles[b].combine(made[b].tokens, topk_weights=case.weights[rank].to(device), config=push) for b, case in enumerate(batch)]
+            for b in (0, 1) if step // 2 % 2 else (1, 0):
+                handles[b].complete()
+            group.check()
+            for out, case in zip(outs, batch, strict=True):
+                equal(out, case.combined[rank], f"rank {rank}, step {step}, {case.layout.name} combined in halves")
+            case, handle = batch[step % 2], handles[step % 2]
+            got = dispatch(handle, case)
+            case.experts(got.tokens, rank)
+            out = handle.combine(got.tokens, topk_weights=case.weights[rank].to(device))
+            group.check()
+            equal(out, case.combined[rank], f"rank {rank}, step {step}, {case.layout.name} combined")
+
+
 # ---- high throughput -----------------------------------------------------------------------------------------------------
 def high(comm: Any, cases: list[Case], combined: list[tuple[list[Any], list[Any]]]) -> None:
     """Training steps over several routings on one handle; `combined`: of each case, forward and backward results of all ranks."""
@@ -302,7 +338,7 @@ def lost(comm: Any, config: GroupConfig, layout: Layout, ranks: int) -> None:
 # ---- scenarios -----------------------------------------------------------------------------------------------------------
 LL_LAYOUTS = {"expert_major": Layout.EXPERT_MAJOR, "rank_major": Layout.RANK_MAJOR}
 HT_LAYOUTS = {"flat": Layout.FLAT, "expert_major": Layout.EXPERT_MAJOR}
-SCENARIOS = (*(f"ll_{name}" for name in LL_LAYOUTS), "ll_recipes", "ll_graph", "ll_lost",
+SCENARIOS = (*(f"ll_{name}" for name in LL_LAYOUTS), "ll_recipes", "ll_staged", "ll_graph", "ll_lost",
              *(f"ht_{name}" for name in HT_LAYOUTS), *(f"ht_{name}_drop" for name in HT_LAYOUTS), "ht_graph", "ht_lost")
 GPU_ONLY = ("ll_graph", "ht_graph", "ll_lost", "ht_lost")
 
@@ -314,6 +350,11 @@ def program_of(scenario: str, ranks: int, team: int) -> Callable[[Any], None]:
     if scenario == "ll_recipes":
         recipes = [Recipe(ranks, layout, kind, 5) for kind in (DispatchQuant.FWD, DispatchQuant.DS_FP8E3M4) for layout in LL_LAYOUTS.values()]
         return lambda comm: low_recipes(comm, recipes)
+    if scenario == "ll_staged":
+        one, other = LL_LAYOUTS.values()
+        kinds = ((one, one), (other, other), (one, other), (other, one))
+        pairs = [(Low(ranks, a, seed), Low(ranks, b, seed + 4)) for seed, (a, b) in enumerate(kinds)]
+        return lambda comm: low_staged(comm, pairs)
     if rest == "graph":
         return lambda comm: replays(comm, LOW if algorithm == "ll" else BUDGETED, one_layout, ranks, team)
     if rest == "lost":
@@ -372,10 +413,12 @@ def prepare(options: argparse.Namespace) -> int:
 
     for topology in (*(Topology(options.ranks, options.ranks // teams) for teams in options.teams), Topology(4, 2)):   # the last in processes
         jobs = [(LOW, layout, wires) for layout in LL_LAYOUTS.values() for wires in ([], WIRES)]
+        jobs += [(IN_FLIGHT, layout, []) for layout in LL_LAYOUTS.values()]
         jobs += [(config, layout, []) for config in (HIGH, DROPPING) for layout in HT_LAYOUTS.values()]
         jobs += [(BUDGETED, Layout.FLAT, [])]
         for config, layout, wires in jobs:   # one at a time: what is not built for several teams must not keep the rest away
             what = f"{topology.num_ranks} ranks in {topology.num_teams} teams, {config.algorithm.name} {layout.name}{' with recipes' * bool(wires)}"
+            what += " in flight" * bool(config.num_staging_slots)
             try:
                 made = build(config, topology, options.arch.split(","), options.out, layouts=[layout], wires=wires,
                              alignment=16 if config.algorithm is Algorithm.HIGH_THROUGHPUT else 0)

@@ -1,7 +1,7 @@
 """Low-latency dispatch over several teams, EXPERT_MAJOR: rows straight to their places inside my team, as messages to all others.
 
 Phases: 1 head, 2 counts, 3 send: messages, 4 rows inside my team, 5 tell: arrived, tags and signals, 6 take what networked ranks sent. Rows and
-their order are those of one team. Design and safety: ``ncclep_py.ll_net_map``.
+their order are those of one team. Design and safety: ``ncclep_py.ll_net_map``. The send half of a staged dispatch ends with phase 5.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ from ncclep_py.kernels.ll_net_shape import LLNetShape
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.stamps import COUNT as COUNTING
 from ncclep_py.kernels.stamps import END, HEAD, MEET, ROWS, WAIT_ARRIVED, WAIT_COUNTS, WAIT_HEADS
+from ncclep_py.ll_net_map import FLIGHT_COUNT
+from ncclep_py.memory_map import FLIGHT_FAIL
 
 __all__ = ["PARAMETERS", "make_ll_net_dispatch"]
 
 PARAMETERS = ("comm", "window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "expert_counters", "scales", "slot", "table", "remote",
-              "header", "handle", "signature", "status", "timeout")
-"""Run-time values of a launch, all 64-bit integers; `comm`: address of the device communicator."""
+              "messages", "header", "origins", "kept", "flight", "flying", "handle", "signature", "status", "timeout")
+"""Run-time values of a launch, all 64-bit integers; `comm`: address of the device communicator, `messages`: window offset of the slot's messages;
+`flight`, `flying`: only of a send half, see ``ll_net_staged``."""
 
 
-def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., None]:
-    """The kernel for one shape, over one implementation of the vocabulary."""
+def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary, send_only: bool = False) -> Callable[..., None]:
+    """The kernel for one shape, over one implementation of the vocabulary; `send_only`: the send half of a staged dispatch."""
+    SEND = send_only
     RANKS, EXPERTS, TOPK, ROW_BYTES, IDX_BYTES = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, shape.idx_bytes
     PLANE_ROWS, HEADS, ARRIVED, COUNTS = shape.window.plane_rows, shape.window.heads, shape.window.arrived, shape.window.counts
     EPOCH, BLOCKS_DONE, FAIL, COUNT, BLOCKS_TOLD = shape.local.epoch, shape.local.blocks_done, shape.local.fail, shape.net.count, shape.net.count + 8
     TEAM, MOST, CONTEXTS, TAGS = shape.net.team_size, shape.net.tokens, shape.net.num_contexts, shape.net.tags
-    COUNTS_SENT, NET_COUNTS, SENT, MESSAGES = shape.net.counts_sent, shape.net.net_counts, shape.net.sent, shape.net.messages
+    COUNTS_SENT, NET_COUNTS, SENT = shape.net.counts_sent, shape.net.net_counts, shape.net.sent
     SENT_BYTES, SCALE_BYTES, SCALES = shape.sent_bytes, shape.wire.scale_bytes, shape.slot_scales
     QUANTISE, ROUND = shape.wire.quantise, int(shape.wire.round_scales)
     HEADER_BYTES, MESSAGE_BYTES = shape.net.header_bytes, shape.net.message_bytes
@@ -46,18 +50,30 @@ def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., No
     publish_arrived, wait_arrived = ops.ht_net_publish_arrived, ops.ht_net_wait_arrived
     last_block, op_code, outcome, clear_fail, store_header = ops.last_block, ops.op_code, ops.outcome, ops.clear_fail, ops.store_header
     trace_begin, stamp = ops.trace_begin, ops.stamp
+    # with staging only
+    STAGING, FLIGHTS, PLACES = shape.net.num_staging, shape.local.flight(shape.local.num_slots), shape.net.tokens * TOPK
+    drain_staged, keep_rows, store_origins, put_flight = (
+        ops.ll_net_drain_staged, ops.ll_net_keep_rows, ops.ll_net_store_origins, ops.ll_net_put_flight)
 
     def ll_net_dispatch(comm, window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, slot, table,  # noqa: ANN001, ANN202
-                        remote, header, handle, signature, status, timeout):
+                        remote, messages, header, origins, kept, flight, flying, handle, signature, status, timeout):
         trace = trace_begin()
-        epoch, fail, count, code = read_epoch(local + EPOCH), local + FAIL, read_count(local + COUNT), 0
+        epoch, fail = read_epoch(local + EPOCH), flight + FLIGHT_FAIL if SEND else local + FAIL
+        count, code, drained = read_count(local + COUNT), 0, 0
         first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
         trace = stamp(trace, HEAD)
         # ---- 1 head: what my stream did before is done, and what networked ranks ever put is here --------------------------
         if block_idx() == 0:
+            if STAGING > 0:
+                drained = drain_staged(comm, rank, RANKS, TEAM, CONTEXTS, local + FLIGHTS, STAGING, epoch, fail, record, timeout)
+                if drained != 0:   # FAIL is decided, so all warps read the same
+                    status = outcome(fail, epoch, status)
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, TEAM, epoch, signature, status)
             code = enter(comm, window, HEADS, rank, RANKS, TEAM, CONTEXTS, count, epoch, signature, status, fail, record, timeout)
+            if STAGING > 0:
+                if drained != 0:
+                    code = drained
             if code != 0:
                 if warp_idx() == 0:
                     publish_abort(window, HEADS, ARRIVED, rank, RANKS, TEAM, epoch, fail)   # my other blocks wait for that
@@ -84,7 +100,7 @@ def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., No
                         quantise_row(window, SENT_ROWS, SENT_SCALES, tokens, at, first, TOPK, EXPERTS, ROW_BYTES, ROUND, MESSAGE_BYTES, rank)
                     elif SCALE_BYTES > 0:
                         stage_row(window, SENT_SCALES, scales, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES, MESSAGE_BYTES, rank, TEAM)
-                    send_row(comm, window, SENT, MESSAGES + rank * MOST * MESSAGE_BYTES, tokens, at, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS,
+                    send_row(comm, window, SENT, messages + rank * MOST * MESSAGE_BYTES, tokens, at, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS,
                              COPIED_BYTES, WORDS, HEADER_BYTES, PUT_BYTES, MESSAGE_BYTES, rank, TEAM, CONTEXTS, epoch)
                     at += warps()
             trace = stamp(trace, WAIT_COUNTS)
@@ -93,6 +109,8 @@ def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., No
         # ---- 4 rows inside my team ------------------------------------------------------------------------------------------
         trace = stamp(trace, ROWS)
         if code == 0:
+            if STAGING > 0:
+                keep_rows(kept, EXPERTS, RANKS)
             place_rows(TOPK, EXPERTS, RANKS, PLANE_ROWS, first, end, part, table, rank, TEAM, epoch, fail, record)
             if part == 0:
                 at = first + warp_idx()
@@ -105,42 +123,52 @@ def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., No
                         scatter_row(window, slot, tokens, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, rank, TEAM)
                         if SCALE_BYTES > 0:
                             scatter_row(window, slot + SCALES, scales, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES, rank, TEAM)
+                    if STAGING > 0:
+                        store_origins(window, origins, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, rank, TEAM, PLACES)
                     at += warps()
         # ---- 5 tell: the last block speaks for the rank ---------------------------------------------------------------------
         trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_TOLD) == 1:
             if warp_idx() == 0:
-                why = outcome(fail, epoch, 0)
-                if why == 0:
-                    publish_arrived(window, ARRIVED, rank, TEAM, epoch)
-                else:
+                why = outcome(fail, epoch, status if SEND else 0)
+                if why != 0:
                     publish_abort(window, HEADS, ARRIVED, rank, RANKS, TEAM, epoch, fail)
-                put_tags(comm, window, TAGS, rank, RANKS, TEAM, count, epoch, why)
+                if SEND:
+                    publish_head(window, flying, rank, RANKS, TEAM, epoch, signature, why)
+                    put_flight(comm, window, flying, rank, RANKS, TEAM, 0, count + 1, epoch, signature, why)
+                else:
+                    if why == 0:
+                        publish_arrived(window, ARRIVED, rank, TEAM, epoch)
+                    put_tags(comm, window, TAGS, rank, RANKS, TEAM, count, epoch, why)
                 context = 0
                 while context < CONTEXTS:
                     signal(comm, rank, RANKS, TEAM, context)
                     context += 1
         # ---- 6 take what networked ranks sent, all blocks together ----------------------------------------------------------
-        if code == 0:
+        if code == 0 and not SEND:
             code = wait_data(comm, window, TAGS, rank, RANKS, TEAM, CONTEXTS, count, epoch, fail, record, timeout)
-        if code == 0:
+        if code == 0 and not SEND:
             at = block_idx() * warps() + warp_idx()
             while at < RANKS * MOST:
                 if at // MOST // TEAM != rank // TEAM:
-                    take_row(window, slot, slot + SCALES, MESSAGES, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS, RANKS, PLANE_ROWS,
+                    take_row(window, slot, slot + SCALES, messages, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS, RANKS, PLANE_ROWS,
                              SENT_BYTES, SCALE_BYTES, HEADER_BYTES, MESSAGE_BYTES, rank, epoch, fail, record)
                 at += blocks() * warps()
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)
             trace = stamp(trace, WAIT_ARRIVED)
-            if code == 0:
+            if code == 0 and not SEND:
                 code = wait_arrived(window, ARRIVED, rank, TEAM, epoch, fail, record, timeout)
             if warp_idx() == 0:
                 if code == 0:
                     store_header(header, epoch, handle)
                 elif code != REFUSED and code != MISMATCH:   # in these nobody wrote a row: what the slot held it still holds
                     store_header(header, epoch, 0)
-                clear_fail(fail)
+                if SEND:
+                    store_header(flight, epoch, handle)
+                    advance_count(flight + FLIGHT_COUNT, count)
+                else:
+                    clear_fail(fail)
                 advance_count(local + COUNT, count)
                 advance_epoch(local + EPOCH, epoch)
         stamp(trace, END)

@@ -39,12 +39,13 @@ def make_ll_net_nvfp4_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..
     signal, put_tags, wait_data = ops.ll_net_signal, ops.ll_net_put_tags, ops.ll_net_wait_data
     last_block, op_code, outcome, clear_fail = ops.last_block, ops.op_code, ops.outcome, ops.clear_fail
     trace_begin, stamp = ops.trace_begin, ops.stamp
+    STAGING, FLIGHTS, drain_staged = shape.net.num_staging, shape.local.flight(shape.local.num_slots), ops.ll_net_drain_staged
 
     def ll_net_nvfp4_combine(comm, window, rank, local, record, row_scales, counters, weights, out, num_tokens, slot, table,  # noqa: ANN001, ANN202
                              remote, header, handle, signature, status, timeout):
         trace = trace_begin()
         epoch, fail, count, code = read_epoch(local + EPOCH), local + FAIL, read_count(local + COUNT), 0
-        held = read_header(header)
+        held, drained = read_header(header), 0
         # ---- 1 pack: my experts' rows -------------------------------------------------------------------------------------
         trace = stamp(trace, PACK)
         if status == 0:
@@ -54,9 +55,16 @@ def make_ll_net_nvfp4_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..
         trace = stamp(trace, HEAD)
         if last_block(local + BLOCKS_PACKED) == 1:
             state = header_status(held, handle, status)
+            if STAGING > 0:
+                drained = drain_staged(comm, rank, RANKS, TEAM, CONTEXTS, local + FLIGHTS, STAGING, epoch, fail, record, timeout)
+                if drained != 0:   # FAIL is decided, so all warps read the same
+                    state = outcome(fail, epoch, state)
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, TEAM, epoch, signature, state)
             code = enter(comm, window, HEADS, rank, RANKS, TEAM, CONTEXTS, count, epoch, signature, state, fail, record, timeout)
+            if STAGING > 0:
+                if drained != 0:
+                    code = drained
             if code != 0:
                 if warp_idx() == 0:
                     publish_abort(window, HEADS, ARRIVED, rank, RANKS, TEAM, epoch, fail)   # my other blocks wait for that

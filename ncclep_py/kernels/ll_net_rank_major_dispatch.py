@@ -2,7 +2,7 @@
 
 Phases: 1 head, 2 rows assigned, 3 wait for the heads, 4 send: messages, 5 rows inside my team, 6 tell: arrived, tags and signals, 7 take what
 networked ranks sent. A row's place needs nothing from other ranks; how many rows there are travels with ARRIVED, and in the TAGs. Design and safety:
-``ncclep_py.ll_net_map``.
+``ncclep_py.ll_net_map``. The send half of a staged dispatch ends with phase 6.
 """
 
 from __future__ import annotations
@@ -14,22 +14,26 @@ from ncclep_py.kernels.ll_net_shape import LLNetShape
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.stamps import COUNT as COUNTING
 from ncclep_py.kernels.stamps import END, HEAD, MEET, ROWS, WAIT_ARRIVED, WAIT_HEADS
+from ncclep_py.ll_net_map import FLIGHT_COUNT
+from ncclep_py.memory_map import FLIGHT_FAIL
 
 __all__ = ["PARAMETERS", "make_ll_net_rank_major_dispatch"]
 
 PARAMETERS = ("comm", "window", "rank", "local", "record", "tokens", "topk_idx", "topk_weights", "num_tokens", "src_rank_counters", "global_ids",
-              "scales", "slot", "table", "remote", "header", "handle", "signature", "status", "timeout")
-"""Run-time values of a launch, all 64-bit integers; `comm`: address of the device communicator."""
+              "scales", "slot", "table", "remote", "messages", "header", "origins", "kept", "flight", "arrived", "tags", "handle", "signature",
+              "status", "timeout")
+"""Run-time values of a launch, all 64-bit integers; `comm`: address of the device communicator, `messages`: window offset of the slot's messages,
+`arrived`, `tags`: ARRIVED and TAGS, of a send half ARRIVALS of the slot; `flight`: only of a send half, see ``ll_net_staged``."""
 
 
-def make_ll_net_rank_major_dispatch(shape: LLNetShape, ops: Vocabulary) -> Callable[..., None]:
-    """The kernel for one shape, over one implementation of the vocabulary."""
+def make_ll_net_rank_major_dispatch(shape: LLNetShape, ops: Vocabulary, send_only: bool = False) -> Callable[..., None]:
+    """The kernel for one shape, over one implementation of the vocabulary; `send_only`: the send half of a staged dispatch."""
+    SEND = send_only
     RANKS, EXPERTS, TOPK, ROW_BYTES, IDX_BYTES = shape.num_ranks, shape.num_experts, shape.num_topk, shape.row_bytes, shape.idx_bytes
-    PLANE_ROWS, HEADS, ARRIVED = shape.window.plane_rows, shape.window.heads, shape.window.arrived
+    PLANE_ROWS, HEADS = shape.window.plane_rows, shape.window.heads
     IDS, WEIGHTS = shape.window.recv_ids, shape.window.recv_weights
     EPOCH, BLOCKS_DONE, FAIL, COUNT, BLOCKS_TOLD = shape.local.epoch, shape.local.blocks_done, shape.local.fail, shape.net.count, shape.net.count + 8
-    TEAM, MOST, CONTEXTS, TAGS = shape.net.team_size, shape.net.tokens, shape.net.num_contexts, shape.net.tags
-    SENT, MESSAGES = shape.net.sent, shape.net.messages
+    TEAM, MOST, CONTEXTS, SENT = shape.net.team_size, shape.net.tokens, shape.net.num_contexts, shape.net.sent
     SENT_BYTES, SCALE_BYTES, SCALES = shape.sent_bytes, shape.wire.scale_bytes, shape.slot_scales
     QUANTISE, ROUND = shape.wire.quantise, int(shape.wire.round_scales)
     HEADER_BYTES, MESSAGE_BYTES = shape.net.routed_header_bytes, shape.net.message_bytes
@@ -47,21 +51,33 @@ def make_ll_net_rank_major_dispatch(shape: LLNetShape, ops: Vocabulary) -> Calla
     publish_arrived_rows, wait_arrived, take_arrived_rows = ops.ll_net_publish_arrived_rows, ops.ht_net_wait_arrived, ops.ll_net_take_arrived_rows
     last_block, op_code, outcome, clear_fail, store_header = ops.last_block, ops.op_code, ops.outcome, ops.clear_fail, ops.store_header
     trace_begin, stamp = ops.trace_begin, ops.stamp
+    # with staging only
+    STAGING, FLIGHTS, PLACES = shape.net.num_staging, shape.local.flight(shape.local.num_slots), shape.net.tokens * TOPK
+    drain_staged, keep_counters, store_origins = ops.ll_net_drain_staged, ops.keep_counters, ops.ll_net_store_origins
 
     def ll_net_rank_major_dispatch(comm, window, rank, local, record, tokens, topk_idx, topk_weights, num_tokens, src_rank_counters,  # noqa: ANN001, ANN202
-                                   global_ids, scales, slot, table, remote, header, handle, signature, status, timeout):
+                                   global_ids, scales, slot, table, remote, messages, header, origins, kept, flight, arrived, tags, handle,
+                                   signature, status, timeout):
         trace = trace_begin()
-        epoch, fail, count, code = read_epoch(local + EPOCH), local + FAIL, read_count(local + COUNT), 0
+        epoch, fail = read_epoch(local + EPOCH), flight + FLIGHT_FAIL if SEND else local + FAIL
+        count, code, drained = read_count(local + COUNT), 0, 0
         first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
         trace = stamp(trace, HEAD)
         # ---- 1 head: what my stream did before is done, and what networked ranks ever put is here --------------------------
         if block_idx() == 0:
+            if STAGING > 0:
+                drained = drain_staged(comm, rank, RANKS, TEAM, CONTEXTS, local + FLIGHTS, STAGING, epoch, fail, record, timeout)
+                if drained != 0:   # FAIL is decided, so all warps read the same
+                    status = outcome(fail, epoch, status)
             if warp_idx() == 0:
                 publish_head(window, HEADS, rank, RANKS, TEAM, epoch, signature, status)
             code = enter(comm, window, HEADS, rank, RANKS, TEAM, CONTEXTS, count, epoch, signature, status, fail, record, timeout)
+            if STAGING > 0:
+                if drained != 0:
+                    code = drained
             if code != 0:
                 if warp_idx() == 0:
-                    publish_abort(window, HEADS, ARRIVED, rank, RANKS, TEAM, epoch, fail)   # my other blocks wait for that
+                    publish_abort(window, HEADS, arrived, rank, RANKS, TEAM, epoch, fail)   # my other blocks wait for that
         # ---- 2 rows assigned ------------------------------------------------------------------------------------------------
         trace = stamp(trace, COUNTING)
         count_ranks(topk_idx, IDX_BYTES, num_tokens, TOPK, EXPERTS, RANKS, first)
@@ -80,7 +96,7 @@ def make_ll_net_rank_major_dispatch(shape: LLNetShape, ops: Vocabulary) -> Calla
                         quantise_row(window, SENT_ROWS, SENT_SCALES, tokens, at, first, TOPK, RANKS, ROW_BYTES, ROUND, MESSAGE_BYTES, rank)
                     elif SCALE_BYTES > 0:
                         stage_row(window, SENT_SCALES, scales, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, SCALE_BYTES, MESSAGE_BYTES, rank, TEAM)
-                    send_row(comm, window, SENT, MESSAGES + rank * MOST * MESSAGE_BYTES, tokens, at, first, end, TOPK, RANKS, RANKS, PLANE_ROWS,
+                    send_row(comm, window, SENT, messages + rank * MOST * MESSAGE_BYTES, tokens, at, first, end, TOPK, RANKS, RANKS, PLANE_ROWS,
                              COPIED_BYTES, WORDS, HEADER_BYTES, PUT_BYTES, MESSAGE_BYTES, rank, TEAM, CONTEXTS, epoch)
                     at += warps()
         # ---- 5 rows inside my team ------------------------------------------------------------------------------------------
@@ -95,6 +111,8 @@ def make_ll_net_rank_major_dispatch(shape: LLNetShape, ops: Vocabulary) -> Calla
                         if SCALE_BYTES > 0:
                             scatter_row(window, slot + SCALES, scales, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, SCALE_BYTES, rank, TEAM)
                     send_routing(window, slot + IDS, slot + WEIGHTS, table, at, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS, global_ids, rank, TEAM)
+                    if STAGING > 0:
+                        store_origins(window, origins, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, rank, TEAM, PLACES)
                     at += warps()
         # ---- 6 tell: the last block speaks for the rank ---------------------------------------------------------------------
         trace = stamp(trace, MEET)
@@ -102,39 +120,45 @@ def make_ll_net_rank_major_dispatch(shape: LLNetShape, ops: Vocabulary) -> Calla
             if warp_idx() == 0:
                 why = outcome(fail, epoch, 0)
                 if why == 0:
-                    publish_arrived_rows(window, ARRIVED, rank, TEAM, epoch)
-                    put_row_tags(comm, window, TAGS, rank, RANKS, TEAM, epoch)
+                    publish_arrived_rows(window, arrived, rank, TEAM, epoch)
+                    put_row_tags(comm, window, tags, rank, RANKS, TEAM, epoch)
                 else:
-                    publish_abort(window, HEADS, ARRIVED, rank, RANKS, TEAM, epoch, fail)
-                    put_tags(comm, window, TAGS, rank, RANKS, TEAM, count, epoch, why)
+                    publish_abort(window, HEADS, arrived, rank, RANKS, TEAM, epoch, fail)
+                    put_tags(comm, window, tags, rank, RANKS, TEAM, count, epoch, why)
                 signal(comm, rank, RANKS, TEAM, 0)   # context 0 has two in every operation
                 context = 0
                 while context < CONTEXTS:
                     signal(comm, rank, RANKS, TEAM, context)
                     context += 1
         # ---- 7 take what networked ranks sent, all blocks together ----------------------------------------------------------
-        if code == 0:
-            code = wait_data(comm, window, TAGS, rank, RANKS, TEAM, CONTEXTS, count, epoch, fail, record, timeout)
-        if code == 0:
+        if code == 0 and not SEND:
+            code = wait_data(comm, window, tags, rank, RANKS, TEAM, CONTEXTS, count, epoch, fail, record, timeout)
+        if code == 0 and not SEND:
             at = block_idx() * warps() + warp_idx()
             while at < RANKS * MOST:
                 if at // MOST // TEAM != rank // TEAM:
-                    take_token(window, slot, slot + SCALES, slot + IDS, slot + WEIGHTS, MESSAGES, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS,
+                    take_token(window, slot, slot + SCALES, slot + IDS, slot + WEIGHTS, messages, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS,
                                RANKS, PLANE_ROWS, SENT_BYTES, SCALE_BYTES, HEADER_BYTES, MESSAGE_BYTES, global_ids, rank, epoch)
                 at += blocks() * warps()
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)
             trace = stamp(trace, WAIT_ARRIVED)
-            if code == 0:
-                code = wait_arrived(window, ARRIVED, rank, TEAM, epoch, fail, record, timeout)
-            if code == 0:
-                take_arrived_rows(window, ARRIVED, TAGS, slot + IDS, rank, RANKS, TEAM, TOPK, PLANE_ROWS, epoch, src_rank_counters)
+            if code == 0 and not SEND:
+                code = wait_arrived(window, arrived, rank, TEAM, epoch, fail, record, timeout)
+            if code == 0 and not SEND:
+                take_arrived_rows(window, arrived, tags, slot + IDS, rank, RANKS, TEAM, TOPK, PLANE_ROWS, epoch, src_rank_counters)
+                if STAGING > 0:
+                    keep_counters(src_rank_counters, kept, RANKS)
             if warp_idx() == 0:
                 if code == 0:
                     store_header(header, epoch, handle)
                 elif code != REFUSED and code != MISMATCH:   # in these nobody wrote a row: what the slot held it still holds
                     store_header(header, epoch, 0)
-                clear_fail(fail)
+                if SEND:
+                    store_header(flight, epoch, handle)
+                    advance_count(flight + FLIGHT_COUNT, count)
+                else:
+                    clear_fail(fail)
                 advance_count(local + COUNT, count)
                 advance_epoch(local + EPOCH, epoch)
         stamp(trace, END)

@@ -28,30 +28,35 @@ OP ep_copy_table(i64 table, i64 copied, i64 num_tokens, i64 num_topk) {
   return 0;
 }
 
-OP ep_count_rows(i64 kept, i64 num_planes, i64 plane_rows) {
-  u32* before = total_rows();   // [L + 1]
-  __syncthreads();              // whoever used this memory before is done
-  if (warp() == 0) {
-    u32 sum = 0;
-    for (int base = 0; base < num_planes; base += 32) {
-      int l = base + lane();
-      u32 mine = l < num_planes ? u32(min(max(((const int*)kept)[l], 0), int(plane_rows))) : 0, up = mine;
-      #pragma unroll
-      for (int d = 1; d < 32; d *= 2) { u32 below = __shfl_up_sync(~0u, up, d); if (lane() >= d) up += below; }
-      if (l < num_planes) before[l] = sum + up - mine;
-      sum += __shfl_sync(~0u, up, 31);
-    }
-    if (lane() == 0) before[num_planes] = sum;
+template <class Rows>
+INLINE void add_up(int num_planes, Rows rows) {   // one warp: before[l], rows of the planes before l
+  u32 *before = total_rows(), sum = 0;            // [L + 1]
+  for (int base = 0; base < num_planes; base += 32) {
+    int l = base + lane();
+    u32 mine = l < num_planes ? rows(l) : 0, up = mine;
+    #pragma unroll
+    for (int d = 1; d < 32; d *= 2) { u32 below = __shfl_up_sync(~0u, up, d); if (lane() >= d) up += below; }
+    if (l < num_planes) before[l] = sum + up - mine;
+    sum += __shfl_sync(~0u, up, 31);
   }
+  if (lane() == 0) before[num_planes] = sum;
+}
+OP ep_count_rows(i64 kept, i64 num_planes, i64 plane_rows) {
+  __syncthreads();   // whoever used this memory before is done
+  if (warp() == 0) add_up(int(num_planes), [&](int l) { return u32(min(max(((const int*)kept)[l], 0), int(plane_rows))); });
   __syncthreads();
-  return before[num_planes];
+  return total_rows()[num_planes];
 }
 
-INLINE i64 place_of(u32 row, int num_planes, i64 plane_rows) {   // of a row that counts over the planes, after ep_count_rows
+INLINE int plane_of(u32 row, int num_planes) {   // of a row that counts over the planes, after `add_up`
   const u32* before = total_rows();
   int low = 0, high = num_planes;   // the last plane whose first row is not beyond `row`
   while (high - low > 1) { int middle = (low + high) / 2; if (before[middle] <= row) low = middle; else high = middle; }
-  return i64(low) * plane_rows + (row - before[low]);
+  return low;
+}
+INLINE i64 place_of(u32 row, int num_planes, i64 plane_rows) {
+  int plane = plane_of(row, num_planes);
+  return i64(plane) * plane_rows + (row - total_rows()[plane]);
 }
 INLINE void move(u64 from, u64 to, int begin, int end) {
   const int IN_FLIGHT = 7;
@@ -69,12 +74,15 @@ OP ep_copy_row(i64 rows, i64 target, i64 row, i64 num_planes, i64 plane_rows, i6
   return 0;
 }
 
+INLINE void push_row(i64 window, i64 origins, i64 rows, i64 staging, i64 place, i64 rank, i64 places, i64 row_bytes, int begin, int end) {
+  u32 origin = *(const u32*)peer_at(window, origins + 4 * place, rank), source = origin / u32(places);
+  u64 to = peer_at(window, staging + i64(origin - source * u32(places)) * row_bytes, source), from = rows + place * row_bytes;
+  move(from, to, begin, end);
+}
 OP ep_push_row(i64 window, i64 origins, i64 rows, i64 staging, i64 row, i64 num_planes, i64 plane_rows, i64 rank, i64 places, i64 row_bytes,
                i64 begin_vector, i64 end_vector) {
   i64 place = place_of(u32(row), int(num_planes), plane_rows);
-  u32 origin = *(const u32*)peer_at(window, origins + 4 * place, rank), source = origin / u32(places);
-  u64 to = peer_at(window, staging + i64(origin - source * u32(places)) * row_bytes, source), from = rows + place * row_bytes;
-  move(from, to, int(begin_vector), int(end_vector));
+  push_row(window, origins, rows, staging, place, rank, places, row_bytes, int(begin_vector), int(end_vector));
   return 0;
 }
 

@@ -178,8 +178,11 @@ def _head_words(epoch: int, signature: int, status: int) -> tuple[int, int]:
 def ht_net_publish_head(call: Call, task: Task, window: int, heads: int, rank: int, num_ranks: int, team_size: int, epoch: int, signature: int,
                         status: int) -> int:
     """HEAD to my team."""
+    at = _local(call, task, window, _head(heads, num_ranks, rank, epoch))
+
     def head(access: Access) -> None:
-        call.sim.entered(window, rank, epoch, signature, status == 0)
+        if call.sim.windows[window][rank].part(at).name != "FLIGHTS":
+            call.sim.entered(window, rank, epoch, signature, status == 0)
         for half, word in enumerate(_head_words(epoch, signature, status)):
             _to(call, task, access, window, _head(heads, num_ranks, rank, epoch) + 8 * half, _team(rank, team_size), word)
 

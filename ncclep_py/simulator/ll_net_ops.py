@@ -506,6 +506,7 @@ def ll_net_take_arrived_rows(call: Call, task: Task, window: int, arrived: int, 
     launch, values, capacity, team = task.block.launch, task.block.values, plane_rows // num_ranks, _team(rank, team_size)
     sources = range(task.warp, num_ranks, launch.warps)
     values.setdefault("count", np.zeros(num_ranks, np.int64))
+    values.setdefault("total", values["count"])   # the same memory; new where a kernel begins with this
 
     def take(access: Access) -> None:
         for source in sources:

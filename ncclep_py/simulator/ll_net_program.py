@@ -11,15 +11,30 @@ import torch
 
 from ncclep_py import reference as ref
 from ncclep_py.config import GroupConfig, Layout
-from ncclep_py.kernels import ll_net_combine, ll_net_dispatch, ll_net_rank_major_dispatch
+from ncclep_py.kernels import ll_net_combine, ll_net_dispatch, ll_net_rank_major_dispatch, ll_net_staged
 from ncclep_py.kernels.ll_net_shape import LLNetShape
 from ncclep_py.kernels.shape import PLAIN, KernelShape, Wire
 from ncclep_py.simulator.engine import Simulator
 from ncclep_py.simulator.network import Network
 from ncclep_py.simulator.program import Program, _same
 from ncclep_py.simulator.rank_major_program import RankMajorProgram
+from ncclep_py.simulator.staged_program import StagedProgram
 
-__all__ = ["LLNetProgram", "LLNetRankMajorProgram"]
+__all__ = ["HALVES", "LLNetProgram", "LLNetRankMajorProgram", "LLNetStagedProgram", "LLNetStagedRankMajorProgram"]
+
+COMBINE: dict[str, tuple[Callable, tuple[str, ...]]] = {
+    "combine_send": (ll_net_staged.make_ll_net_combine_send, ll_net_staged.COMBINE_SEND_PARAMETERS),
+    "combine_complete": (ll_net_staged.make_ll_net_combine_complete, ll_net_staged.COMBINE_COMPLETE_PARAMETERS),
+}
+HALVES: dict[Layout, dict[str, tuple[Callable, tuple[str, ...]]]] = {
+    Layout.EXPERT_MAJOR: COMBINE | {
+        "dispatch_send": (ll_net_staged.make_ll_net_dispatch_send, ll_net_dispatch.PARAMETERS),
+        "dispatch_complete": (ll_net_staged.make_ll_net_dispatch_complete, ll_net_staged.DISPATCH_COMPLETE_PARAMETERS)},
+    Layout.RANK_MAJOR: COMBINE | {
+        "dispatch_send": (ll_net_staged.make_ll_net_rank_major_send, ll_net_rank_major_dispatch.PARAMETERS),
+        "dispatch_complete": (ll_net_staged.make_ll_net_rank_major_complete, ll_net_staged.RANK_MAJOR_COMPLETE_PARAMETERS)},
+}
+"""Kernel factory and parameters of each half of a staged operation."""
 
 
 class LLNetProgram(Program):
@@ -93,7 +108,8 @@ class LLNetProgram(Program):
     def _launch_signed(self, kind: str, rank: int, slot: int, handle: int, status: int, signature: Any, more: dict[str, int],
                        **tensors: object) -> None:
         remote = self.local[rank].ctypes.data + self.shape.net.slot_remote(slot)
-        given = {"comm": self.network.number, "remote": remote, "rows_valid": 1} | more
+        given = {"comm": self.network.number, "remote": remote, "rows_valid": 1, "messages": self.shape.net.slot_messages(slot),
+                 "tags": self.shape.net.tags} | more
         super()._launch_signed(kind, rank, slot, handle, status, signature, given, **tensors)
 
 
@@ -102,3 +118,25 @@ class LLNetRankMajorProgram(LLNetProgram, RankMajorProgram):
 
     dispatches = ll_net_rank_major_dispatch
     make_dispatch_kernel = staticmethod(ll_net_rank_major_dispatch.make_ll_net_rank_major_dispatch)
+
+
+class LLNetStagedProgram(StagedProgram, LLNetProgram):
+    """The same with staged operations; give `team_size` by name."""
+
+    complete_blocks = None
+
+    def halves(self) -> dict[str, tuple[Callable, tuple[str, ...]]]:
+        return HALVES[self.layout]
+
+    def _launch_signed(self, kind: str, rank: int, slot: int, handle: int, status: int, signature: Any, more: dict[str, int],
+                       **tensors: object) -> None:
+        given = {"first_signal": self.shape.net.first_signal(self._stage)} | more
+        if kind == "dispatch_complete":   # as `RankMajorProgram.dispatch` chose
+            given["global_ids"] = int(handle % 2 == 0)
+        if kind == "dispatch_send":
+            given["tags"] = self.shape.window.arrival(slot)
+        super()._launch_signed(kind, rank, slot, handle, status, signature, given, **tensors)
+
+
+class LLNetStagedRankMajorProgram(LLNetStagedProgram, LLNetRankMajorProgram):
+    """The same for RANK_MAJOR."""

@@ -32,14 +32,21 @@ FACTORIES: dict[Layout, dict[str, tuple[Callable, tuple[str, ...]]]] = {
 class StagedProgram(Program):
     """A toy group whose operations may be staged; `config.num_staging_slots` must be set."""
 
+    complete_blocks: int | None = 1
+    """Blocks of the complete half of a dispatch, None for as many as of others."""
+
     def __init__(self, sim: Simulator, config: GroupConfig, num_tokens: Sequence[int], factories: Mapping[str, Callable] | None = None,
                  **more: Any) -> None:
         """`factories` replaces kernel factories by name."""
         super().__init__(sim, config, num_tokens, **more)
-        for kind, (factory, parameters) in FACTORIES[self.layout].items():
+        for kind, (factory, parameters) in self.halves().items():
             self.kernels[kind] = (factories or {}).get(kind, factory)(self.shape, sim.vocabulary)
             self.parameters[kind] = parameters
         self._half, self._stage = "", 0
+
+    def halves(self) -> dict[str, tuple[Callable, tuple[str, ...]]]:
+        """Kernel factory and parameters of each half."""
+        return FACTORIES[self.layout]
 
     # ---- operations --------------------------------------------------------------------------------------------------------
     def send_dispatch(self, slot: int = 0, **more: Any) -> Dispatched:
@@ -115,7 +122,7 @@ class StagedProgram(Program):
             values |= {"staging": plan.stage(stage), "released": plan.release(stage), "copied": address + own.copy(stage)}
         grids = self.grids
         if half == "dispatch_complete":
-            self.grids = [(1, warps) for _, warps in grids]
+            self.grids = [(self.complete_blocks or blocks, warps) for blocks, warps in grids]
         self._launch_signed(half, rank, slot, handle, status, signature, values, **tensors)
         self.grids = grids
 
