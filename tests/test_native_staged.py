@@ -13,16 +13,15 @@ if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
 
 from native.machine import Machine
-from test_native import BF16, FP16, FP32, simulator
+from test_native import BF16, FP16, FP32, LL, simulator
 from test_staged import TEXTS
 
-from ncclep_py.config import GroupConfig
+from ncclep_py.config import GroupConfig, Layout
 from ncclep_py.errors import Code
-from ncclep_py.kernels.ll_net_combine import make_ll_net_combine
-from ncclep_py.kernels.ll_net_dispatch import make_ll_net_dispatch
-from ncclep_py.simulator.ll_net_program import HALVES, LLNetStagedProgram
+from ncclep_py.simulator.ll_net_program import HALVES, LLNetStagedProgram, LLNetStagedRankMajorProgram
 
-FACTORIES = {"dispatch": make_ll_net_dispatch, "combine": make_ll_net_combine} | {half: factory for half, (factory, _) in HALVES.items()}
+LAYOUTS = (Layout.EXPERT_MAJOR, Layout.RANK_MAJOR)
+FACTORIES = {layout: LL[layout] | {half: factory for half, (factory, _) in HALVES[layout].items()} for layout in LAYOUTS}
 
 
 @pytest.fixture(scope="module")
@@ -31,34 +30,40 @@ def machine(tmp_path_factory) -> Machine:
 
 
 def staged(machine: Machine, tokens: Sequence[int], team: int, seed: int = 0, text: str = TEXTS[1], epoch: int = 1, missing: int = -1,
-           blocks: int = 2, **config: Any) -> LLNetStagedProgram:
+           blocks: int = 2, layout: Layout = Layout.EXPERT_MAJOR, **config: Any) -> LLNetStagedProgram:
     settings = {"num_experts": 2 * len(tokens), "max_dispatch_tokens_per_rank": max(*tokens, 1), "hidden": 16, "num_topk": 2, "num_slots": 2,
                 "num_staging_slots": 4} | config
-    p = LLNetStagedProgram(simulator(len(tokens), seed, blocks), GroupConfig(**settings), tokens, team_size=team, seed=seed, epoch=epoch)
+    kind = LLNetStagedRankMajorProgram if layout is Layout.RANK_MAJOR else LLNetStagedProgram
+    p = kind(simulator(len(tokens), seed, blocks), GroupConfig(**settings), tokens, team_size=team, seed=seed, epoch=epoch)
     p.play(text)
-    machine.run(p.sim, team, FACTORIES, [p.shape] * len(tokens), seed, missing)
+    machine.run(p.sim, team, FACTORIES[layout], [p.shape] * len(tokens), seed, missing)
     return p
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("text", TEXTS)
-def test_bits(machine, text):
+def test_bits(machine, text, layout):
     for seed, team in enumerate((2, 1)):
-        staged(machine, (4, 2, 0, 4), team, seed, text).check()
+        staged(machine, (4, 2, 0, 4), team, seed, text, layout=layout).check()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("experts, topk, hidden, dtype, blocks", [(12, 4, 264, FP16, 3), (16, 3, 8, FP32, 5), (200, 3, 520, BF16, 1)])
-def test_shapes(machine, experts, topk, hidden, dtype, blocks):
-    staged(machine, (9, 2, 12, 4), 2, 1, TEXTS[0], blocks=blocks, num_experts=experts, num_topk=topk, hidden=hidden, dtype=dtype).check()
+def test_shapes(machine, experts, topk, hidden, dtype, blocks, layout):
+    more = {"num_experts": experts, "num_topk": topk, "hidden": hidden, "dtype": dtype}
+    staged(machine, (9, 2, 12, 4), 2, 1, TEXTS[0], blocks=blocks, layout=layout, **more).check()
 
 
 def test_epochs_wrap_and_more_teams(machine):
-    staged(machine, (4, 1, 0, 2, 3, 4), 3, epoch=2**32 - 2).check()
-    staged(machine, (3, 4), 1, epoch=2**32 - 2, text=TEXTS[3]).check()
+    for layout in LAYOUTS:
+        staged(machine, (4, 1, 0, 2, 3, 4), 3, epoch=2**32 - 2, layout=layout).check()
+        staged(machine, (3, 4), 1, epoch=2**32 - 2, text=TEXTS[3], layout=layout).check()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("text", ["S A", "D P00 R0 P00 R0"])
-def test_a_missing_rank_is_named(machine, text):
-    p = staged(machine, (4, 2, 3, 4), 2, text=text, missing=3, timeout_ns=1_000_000)
+def test_a_missing_rank_is_named(machine, text, layout):
+    p = staged(machine, (4, 2, 3, 4), 2, text=text, missing=3, timeout_ns=1_000_000, layout=layout)
     for rank in range(3):
         found = p.record(rank)
         assert found is not None and found.code in (Code.TIMEOUT, Code.ABORTED), f"rank {rank}: {found}"
