@@ -20,8 +20,11 @@ STACK = 192
 """Bytes of a thread's stack: NCCL keeps its structures there (152); nothing else is spilled in loops."""
 
 
-def shape(layout=Layout.EXPERT_MAJOR, wire=PLAIN):
-    return LLNetShape.over(KernelShape.build(CONFIG, 8, 8, 8, layout, wire), CONFIG, 4)
+STAGED = dataclasses.replace(CONFIG, num_slots=2, num_staging_slots=4)
+
+
+def shape(layout=Layout.EXPERT_MAJOR, wire=PLAIN, config=CONFIG):
+    return LLNetShape.over(KernelShape.build(config, 8, 8, 8, layout, wire), config, 4)
 
 
 EXPERT_MAJOR, RANK_MAJOR = Layout.EXPERT_MAJOR, Layout.RANK_MAJOR
@@ -31,9 +34,16 @@ COMPILED = [("ll_net_dispatch", EXPERT_MAJOR, PLAIN), ("ll_net_dispatch", EXPERT
             ("ll_net_combine", EXPERT_MAJOR, PLAIN), ("ll_net_combine", RANK_MAJOR, PLAIN), ("ll_net_nvfp4_combine", EXPERT_MAJOR, PLAIN)]
 
 
-@pytest.mark.parametrize(("name", "layout", "wire"), COMPILED)
-def test_kernel_is_linked_and_fits(name, layout, wire):
-    made = launch.compile_kernel(launch.KernelSpec(name, shape(layout, wire)), "sm_90")
+HALVES = [("ll_net_dispatch_send", EXPERT_MAJOR, PLAIN), ("ll_net_dispatch_send", EXPERT_MAJOR, QUANTISED),
+          ("ll_net_dispatch_complete", EXPERT_MAJOR, PLAIN), ("ll_net_dispatch_complete", EXPERT_MAJOR, FORWARDED),
+          ("ll_net_rank_major_send", RANK_MAJOR, PLAIN), ("ll_net_rank_major_complete", RANK_MAJOR, PLAIN),
+          *((f"ll_net_combine_{half}", layout, PLAIN) for half in ("send", "complete") for layout in (EXPERT_MAJOR, RANK_MAJOR))]
+IN_FLIGHT = HALVES + [(name, layout, wire) for name, layout, wire in COMPILED if wire is PLAIN]
+
+
+@pytest.mark.parametrize(("name", "layout", "wire", "config"), [*((*case, CONFIG) for case in COMPILED), *((*case, STAGED) for case in IN_FLIGHT)])
+def test_kernel_is_linked_and_fits(name, layout, wire, config):
+    made = launch.compile_kernel(launch.KernelSpec(name, shape(layout, wire, config)), "sm_90")
     assert name in made.symbol and made.cubin.startswith(b"\x7fELF")
     assert made.info["registers"] <= toolchain.MAX_REGISTERS and made.info["stack"] <= STACK
     assert not re.search(rb"__cuda_sm\d+_(div|rem)_[su]64", made.cubin)
@@ -50,6 +60,7 @@ def test_rows_move_in_16_byte_vectors():
 
 
 SHAPES = {(name, f"{layout.name}{wire.scale_bytes}"): shape(layout, wire) for name, layout, wire in COMPILED}
+SHAPES |= {(name, f"{layout.name}{wire.scale_bytes} staged"): shape(layout, wire, STAGED) for name, layout, wire in IN_FLIGHT}
 INTEGERS = re.compile(r"Tuple\((int64|Literal\[int\]\(\d+\))(, (int64|Literal\[int\]\(\d+\)))*\)")   # several assigned in a line
 HT = dataclasses.replace(CONFIG, algorithm=Algorithm.HIGH_THROUGHPUT)
 SHAPES |= {(name, ""): HTNetShape.over_teams(HT, 8, 4, 8, 8, Layout.EXPERT_MAJOR, 128, 16)

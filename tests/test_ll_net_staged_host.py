@@ -9,17 +9,23 @@ from typing import Any
 import pytest
 import test_staged_host as one_team
 import torch
+from test_nvfp4 import row_scales
 from test_staged_host import PUSH, SEND, config, experts, inputs
 
-from ncclep_py import CombineInputs, CombineOutputs, DispatchOutputs, Group, Layout, LocalWorld
+from ncclep_py import CombineConfig, CombineInputs, CombineOutputs, CombineQuant, DispatchOutputs, Group, Layout, LocalWorld
 from ncclep_py import reference as ref
 from ncclep_py.communicator import Communicator
+from ncclep_py.ll_net_group import LLNetGroup
+from ncclep_py.simulator import SimulationError
 from ncclep_py.testing import bits_equal
 
 SAME: dict[str, Callable[[], None]] = {
     "bits": one_team.test_same_bits_as_fused, "micro-batches": one_team.test_two_micro_batches_of_different_k_in_flight,
     "one slot, 1 staging slot": lambda: one_team.test_one_payload_slot_serves_two_micro_batches(1),
     "one slot, 2 staging slots": lambda: one_team.test_one_payload_slot_serves_two_micro_batches(2),
+    "rank_major": one_team.test_rank_major_has_the_same_bits_as_fused,
+    "quantised": lambda: one_team.test_quantised_rows_have_the_same_bits_as_fused(Layout.EXPERT_MAJOR),
+    "quantised, rank_major": lambda: one_team.test_quantised_rows_have_the_same_bits_as_fused(Layout.RANK_MAJOR),
     "sentences": one_team.test_refusals_are_sentences_on_all_ranks,
     "refused by rank 0": lambda: one_team.test_a_refused_half_is_refused_everywhere_and_the_next_is_right(0),
     "refused by rank 2": lambda: one_team.test_a_refused_half_is_refused_everywhere_and_the_next_is_right(2),
@@ -101,9 +107,36 @@ def test_plain_tensors_go_by_way_of_the_slot() -> None:
         run(program, 2, seed=seed)
 
 
-def test_masks_are_still_refused() -> None:
+def again(seed: int) -> None:
+    """Combines in halves whose rows are copied into the slot, or packed there, while those of the one before may still be on their way."""
     def program(comm: Communicator) -> None:
-        with pytest.raises(NotImplementedError, match="enable_mask is not built yet"):
-            Group.create(comm, config(num_experts=8, enable_mask=True))
+        comm.fp4 = True
+        with Group.create(comm, config(num_experts=8, hidden=1024)) as group:
+            handle = group.create_handle(Layout.EXPERT_MAJOR, num_topk=2)
+            _, ids, w = inputs(comm.rank, seed, 5)
+            x = torch.randn(5, 1024, generator=torch.Generator().manual_seed(comm.rank)).bfloat16()
+            plain = handle.dispatch(x, topk_idx=ids).tokens.clone()
+            scales = row_scales(plain)
+            packed = CombineInputs(plain, scales=scales)
+            want = handle.combine(packed, topk_weights=w, config=CombineConfig(quant_recipe=CombineQuant.NVFP4))
+            got = handle.dispatch(x, config=SEND)
+            handle.complete()
+            out = handle.combine(got.tokens, topk_weights=w, config=PUSH)
+            handle.complete()
+            twice = handle.combine(plain * 2, topk_weights=w, config=PUSH)
+            handle.complete()
+            assert bits_equal(twice, out * 2)
+            again = handle.combine(CombineInputs(plain, scales=scales), topk_weights=w, config=CombineConfig(quant_recipe=CombineQuant.NVFP4))
+            group.check()
+            assert bits_equal(again, want)
 
-    run(program, 2)
+    run(program, 1 + seed % 2, seed=seed)
+
+
+def test_what_is_still_on_its_way_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(6):
+        again(seed)
+    monkeypatch.setattr(LLNetGroup, "over_network", False)
+    with pytest.raises((SimulationError, AssertionError)):
+        for seed in range(20):
+            again(seed)

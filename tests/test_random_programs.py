@@ -30,7 +30,7 @@ WRONG = ("dtype", "shape", "strides", "tokens", "nothing", "too many", "config",
 
 @dataclasses.dataclass
 class Plan:
-    """What a seed decides; over several teams without what those refuse: staged calls."""
+    """What a seed decides."""
 
     seed: int
     team_size: int = 0
@@ -43,7 +43,6 @@ class Plan:
         self.experts = self.ranks * self.local
         self.topk, self.capacity = min(draw.choice((1, 2, 4)), self.experts), draw.choice((1, 3, 6))
         self.hidden, self.slots, self.staging = draw.choice((4, 8, 20, 64)), draw.choice((1, 2, 3)), draw.choice((0, 0, 2, 4))
-        self.staging = 0 if self.team_size else self.staging
         self.handles = [(draw.choice((Layout.EXPERT_MAJOR, Layout.RANK_MAJOR)), draw.randint(1, self.topk), draw.choice((torch.int32, torch.int64)))
                         for _ in range(draw.randint(1, 3))]
         self.steps = [(draw.choice(("dispatch", "combine", "wrong dispatch", "wrong combine", "pair")), draw.randrange(len(self.handles)),

@@ -109,6 +109,17 @@ MUTANTS = {
     "ll_net_sum_row": ("mine = peer_at(window, returned +", "mine = peer_at(window, out +"),
     "ll_net_sum_packed_row": ("mine = peer_at(window, returned +", "mine = peer_at(window, out +"),
     "ll_net_gather_row": ("mine = peer_at(window, returned +", "mine = peer_at(window, out +"),
+    "ll_net_drain_staged": ("return tell_block(code)", "return code"),
+    "ll_net_keep_rows": ("((u32*)kept)[i] = got[i]", "__stcg((u32*)kept + i, got[i]), __threadfence_system()"),
+    "ll_net_kept_rows": ("  __syncthreads();\n", ""),
+    "ll_net_store_origins": ("*(int*)to =", "*(volatile int*)to ="),
+    "ll_net_put_flight": ("gin_signal_value(comm, 0, first_signal + 2 * peer) < u64(least)", "least < 0"),
+    "ll_net_signal_sent": (RELEASE, ""),
+    "ll_net_wait_flight": ("load_acquire_sys(at), load_acquire_sys(at + 8)", "load_relaxed_sys(at), load_relaxed_sys(at + 8)"),
+    "ll_net_wait_released": ("return tell_block(code)", "return code"),
+    "ll_net_release": ("    net_release();\n", ""),
+    "ll_net_count_team_rows": ("[i]);\n  __syncthreads();", "[i]);"),
+    "ll_net_push_row": ("push_row(window, origins, rows,", "push_row(window, rows, rows,"),
 }
 
 

@@ -111,6 +111,7 @@ class Scheduler:
     def run(self) -> None:
         """Run until all streams are empty, or raise."""
         self.hub = getcurrent()
+        self.ready = [task for task in self.ready if not task.parent.dead]   # left by a run that raised, in a rank program that ended by it
         self.running = True
         policy, events = self.sim.policy, self.sim.events
         try:
