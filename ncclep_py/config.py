@@ -174,6 +174,7 @@ class GroupConfig:
         slot_layout: LL: the only layout of the group's handles, if there is only one; UNSET allows both. RANK_MAJOR makes slots E / R times smaller.
         num_staging_slots: staging slots for staged operations (``send_only``), each ``M * num_topk`` rows; 0 takes no memory and refuses
             ``send_only``. w staged combines in flight need w of them, and 2w so that none waits for the slowest rank's last `Handle.complete`.
+            Over several teams they cost messages of R * M rows for every payload slot but the first, too.
             With ``enable_mask`` there are none, and none are needed: ``send_only`` does the whole operation at once.
         timeout_ns: nanoseconds a device-side wait may last; AUTO is 100 s, as in the reference.
         enable_mask: LL: go on without ranks that do not come within ``timeout_ns`` (`Group.mask_query` and what follows it); at most 29 ranks. Its

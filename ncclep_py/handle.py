@@ -12,7 +12,9 @@ rank. To go on after an error, let every rank call ``Group.check()`` at the same
 Staged operations (``send_only``, needs `GroupConfig.num_staging_slots`): the call enqueues the send half, `Handle.complete` the rest. Between the two
 the multiprocessors are free. One operation of a handle may be in flight; other handles may go on meanwhile. The send half of dispatch waits until
 all ranks have entered theirs and have told their counts; that of combine waits for no rank, given a staging slot whose last use all have completed.
-In groups with ``enable_mask`` the send half does all of it: what members agree on ends with the operation (``member_map``).
+Over several teams that of dispatch also waits until what earlier operations put has landed here, and a second combine of one dispatch meets all ranks
+first, since rows of the first may still be read. In groups with ``enable_mask`` the send half does all of it: what members agree on ends with the
+operation (``member_map``).
 
 CUDA graphs: every operation may be captured; create the group and the handle before, and use recipes and id types once. All ranks capture the same
 operations, each rank its own graph, and replay in the same order (ranks in one process through ``comm.together(graph.replay)``). The number of
@@ -290,7 +292,8 @@ class Handle(HandleChecks):
             self.group.raise_reported()
             _check_kinds(("outputs", outputs, CombineOutputs), ("config", config, CombineConfig))
             self._check_combine(given, made, weights, config or PLAIN_COMBINE, slot)
-            place = -1 if staged else self._place("inputs.tokens", given.tokens, slot, True)   # a send half pushes rows from wherever they are
+            pushes = staged and not self.group.over_network   # from wherever the rows are; puts read the group's window only
+            place = -1 if pushes else self._place("inputs.tokens", given.tokens, slot, True)
         if made.tokens is None:
             made.tokens = self._new((self._num_tokens, self.group.config.hidden), None)
         if staged:

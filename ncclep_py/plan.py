@@ -216,6 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=[t.name.lower() for t in TokenType], default="bf16", help="element type of rows (default bf16)")
     parser.add_argument("--layout", choices=("expert_major", "rank_major", "flat"), help="order of received rows (default: the algorithm's first)")
     parser.add_argument("--slots", type=int, default=1, help="payload slots (default 1)")
+    parser.add_argument("--staging", type=int, default=0, help="LOW_LATENCY staging slots, two per operation in flight (default none)")
     parser.add_argument("--sms", type=int, default=0, help="multiprocessors of an operation (default: all)")
     parser.add_argument("--max-teams", type=int, default=0, help="teams that the experts of one token may lie in (default: any)")
     parser.add_argument("--machine", choices=sorted(MACHINES), default="h200", help="link speeds (default h200)")
@@ -238,7 +239,8 @@ def _asked(options: argparse.Namespace) -> Plan:
     def config(algorithm: Algorithm) -> GroupConfig:
         only = Layout.RANK_MAJOR if options.layout == "rank_major" and algorithm is Algorithm.LOW_LATENCY else Layout.UNSET
         return GroupConfig(num_experts=options.experts, max_dispatch_tokens_per_rank=options.tokens, hidden=options.hidden, dtype=dtype,
-                           num_topk=options.topk, algorithm=algorithm, num_slots=options.slots, slot_layout=only)
+                           num_topk=options.topk, algorithm=algorithm, num_slots=options.slots, slot_layout=only,
+                           num_staging_slots=options.staging if algorithm is Algorithm.LOW_LATENCY else 0)
 
     more: dict[str, Any] = {"machine": machine, "num_sms": options.sms, "max_teams": options.max_teams,
                             "per_rank": None if options.layout is None else options.layout != "expert_major"}

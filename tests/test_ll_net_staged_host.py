@@ -12,7 +12,18 @@ import torch
 from test_nvfp4 import row_scales
 from test_staged_host import PUSH, SEND, config, experts, inputs
 
-from ncclep_py import CombineConfig, CombineInputs, CombineOutputs, CombineQuant, DispatchOutputs, Group, Layout, LocalWorld
+from ncclep_py import (
+    CombineConfig,
+    CombineInputs,
+    CombineOutputs,
+    CombineQuant,
+    DispatchOutputs,
+    EpRefusedError,
+    Group,
+    Layout,
+    LocalWorld,
+    ZeroCopyMode,
+)
 from ncclep_py import reference as ref
 from ncclep_py.communicator import Communicator
 from ncclep_py.ll_net_group import LLNetGroup
@@ -105,6 +116,22 @@ def test_plain_tensors_go_by_way_of_the_slot() -> None:
 
     for seed in range(3):
         run(program, 2, seed=seed)
+
+
+def test_zero_copy_refuses_what_would_have_to_be_copied() -> None:
+    def program(comm: Communicator) -> None:
+        with Group.create(comm, config(num_experts=8, zero_copy=ZeroCopyMode.ON)) as group:
+            handle = group.create_handle(Layout.EXPERT_MAJOR, num_topk=2)
+            x, ids, w = inputs(comm.rank, 3)
+            got = handle.dispatch(x, topk_idx=ids)
+            with pytest.raises((ValueError, EpRefusedError), match="inputs.tokens must be left out or lie in a window|refused the call"):
+                handle.combine(got.tokens.clone() if comm.rank == 2 else got.tokens, topk_weights=w, config=PUSH)
+            out = handle.combine(got.tokens, topk_weights=w, config=PUSH)
+            handle.complete()
+            group.check()
+            assert bits_equal(out, ref.moe_layer(x, ids, w, [lambda rows: rows] * 8))
+
+    run(program, 2)
 
 
 def again(seed: int) -> None:

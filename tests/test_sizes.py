@@ -50,6 +50,18 @@ def test_table() -> None:
     assert lines[2] == "| one slot, in place (default) | 469.8 | 0.0 | 0.02 | 0.0 | 469.8 |"
 
 
+def test_what_several_teams_add() -> None:
+    """Messages of all ranks once, with staging once per slot; what was sent, what comes back, and its places."""
+    message, back = 16 * 7 + ROW, 128 * 8 * ROW
+    for o in options(config(), 8, 4):
+        plain, slots = next(p for p in options(config(), 8) if p.name == o.name), 2 if "two" in o.name else 1
+        banks = slots if "staging" in o.name else 1
+        assert (o.slots, o.staging, o.control) == (plain.slots, plain.staging, plain.control)
+        told = 128 * message + banks * 8 * 128 * message + back + slots * 8 * 128 * 8 * 4
+        assert told < o.network < told + 40_000 and o.total == o.slots + o.staging + o.control + o.network, o.name
+    assert markdown(config(), 8, 4).splitlines()[0] == "| per rank, in MB | slots | staging | control | network | total |"
+
+
 def test_slots_for_rank_major_only() -> None:
     """The same results from slots E / R times smaller, and no handle of the other layout."""
     def program(comm: object) -> torch.Tensor:
