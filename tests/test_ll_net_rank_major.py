@@ -101,7 +101,7 @@ def test_who_was_told_nothing_is_right_and_so_is_what_comes_after() -> None:
     assert min(sum(t["failed"] for t in told), sum(t["right"] for t in told)) > 30
 
 
-@pytest.mark.parametrize("change", [[], [("put_tags(comm, window, TAGS, rank, RANKS, TEAM, count, epoch, why)", "why = why")]], ids=["", "no tags"])
+@pytest.mark.parametrize("change", [[], [("put_tags(comm, window, tags, rank, RANKS, TEAM, count, epoch, why)", "why = why")]], ids=["", "no tags"])
 def test_a_lost_connection_ends_in_time_and_is_told_on(change: list[tuple[str, str]]) -> None:
     """Who is told by a TAG that rank 0 gave up knows that it was on 3; without TAGs nobody does."""
     told = 0
@@ -127,18 +127,22 @@ def first_red(seeds: int = SEEDS, **how: Any) -> BaseException | None:
 
 
 SIGNALS = "                signal(comm, rank, RANKS, TEAM, 0)   # context 0 has two in every operation\n"
-TAKE = """            if code == 0:
-                take_arrived_rows(window, ARRIVED, TAGS, slot + IDS, rank, RANKS, TEAM, TOPK, PLANE_ROWS, epoch, src_rank_counters)
+TAKE = """            if code == 0 and not SEND:
+                take_arrived_rows(window, arrived, tags, slot + IDS, rank, RANKS, TEAM, TOPK, PLANE_ROWS, epoch, src_rank_counters)
+                if STAGING > 0:
+                    keep_counters(src_rank_counters, kept, RANKS)
 """
-WAIT = """            if code == 0:
-                code = wait_arrived(window, ARRIVED, rank, TEAM, epoch, fail, record, timeout)
+WAIT = """            if code == 0 and not SEND:
+                code = wait_arrived(window, arrived, rank, TEAM, epoch, fail, record, timeout)
 """
-MUTANTS = {name: change for name, change in SHARED.items() if name != "no tags"} | {
-    "no tags of those who do not": [("put_row_tags(comm, window, TAGS, rank, RANKS, TEAM, epoch)", "why = why")],
-    "tags without rows": [("put_row_tags(comm, window, TAGS, rank, RANKS, TEAM, epoch)",
-                           "put_tags(comm, window, TAGS, rank, RANKS, TEAM, count, epoch, why)")],
+DATA = "code = wait_data(comm, window, tags, rank, RANKS, TEAM, CONTEXTS, count, epoch, fail, record, timeout)"
+MUTANTS = {name: change for name, change in SHARED.items() if name not in ("no tags", "no wait for data")} | {
+    "no wait for data": [(DATA, "code = 0")],
+    "no tags of those who do not": [("put_row_tags(comm, window, tags, rank, RANKS, TEAM, epoch)", "why = why")],
+    "tags without rows": [("put_row_tags(comm, window, tags, rank, RANKS, TEAM, epoch)",
+                           "put_tags(comm, window, tags, rank, RANKS, TEAM, count, epoch, why)")],
     "one signal on context 0": [(SIGNALS, "")],
-    "no arrived": [("publish_arrived_rows(window, ARRIVED, rank, TEAM, epoch)", "why = why")],
+    "no arrived": [("publish_arrived_rows(window, arrived, rank, TEAM, epoch)", "why = why")],
     "no wait for arrived": [(WAIT, "")],
     "no counts, and ids not cleared": [(TAKE, "")],
     "counts before the wait for arrived": [(WAIT + TAKE, TAKE + WAIT)],
@@ -148,7 +152,7 @@ MUTANTS = {name: change for name, change in SHARED.items() if name != "no tags"}
         "at = at")],
     "no routing in messages": [("HEADER_BYTES + SENT_BYTES + SCALE_BYTES, 3", "HEADER_BYTES + SENT_BYTES + SCALE_BYTES, 1")],
     "a short put": [("HEADER_BYTES + SENT_BYTES + SCALE_BYTES, 3", "HEADER_BYTES + SENT_BYTES + SCALE_BYTES - 16, 3")],
-    "messages at half the distance": [("MESSAGES + rank * MOST * MESSAGE_BYTES,", "MESSAGES + rank * MOST // 2 * MESSAGE_BYTES,")],
+    "messages at half the distance": [("messages + rank * MOST * MESSAGE_BYTES,", "messages + rank * MOST // 2 * MESSAGE_BYTES,")],
     "every block sends what it shares": [("if part == 0:", "if part >= 0:")],
     "no rows inside my team": [("scatter_row(window, slot, tokens, at,", "scatter_row(window, slot, tokens, first,")],
     "the last block alone takes": [("at = block_idx() * warps() + warp_idx()", "at = warp_idx()")],
