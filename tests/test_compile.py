@@ -71,7 +71,7 @@ def test_rank_major_kernel_fits(name, dtype, idx_bytes):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["ll_dispatch", *(n for n in launch.KERNELS if n.endswith(("_send", "_complete")))])
+@pytest.mark.parametrize("name", ["ll_dispatch", *(n for n in launch.KERNELS if n.endswith(("_send", "_complete")) and "_net_" not in n)])
 def test_kernel_fits_with_staging(name, dtype):
     fits(launch.compile_kernel(launch.KernelSpec(name, shape(dtype, staging=4))))
     fits(launch.compile_kernel(launch.KernelSpec(name, shape(dtype, num_topk=32, ranks=1, staging=4))))
