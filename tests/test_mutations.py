@@ -101,7 +101,7 @@ ARRIVED = """                if warp_idx() == 0:
                 code = wait_arrived(window, ARRIVED, rank, RANKS, epoch, fail, record, timeout)
 """
 WAIT_COUNTS = "code = wait_counts(window, counts, rank, RANKS, EXPERTS, epoch, PLANE_ROWS, expert_counters, fail, record, timeout)"
-FETCH = "fetch_row(tokens, token, end, reserved, SENT_BYTES, begin, stop)"
+FETCH = "fetch_row(tokens, token, end, reserved, GIVEN_BYTES, begin * VECTORS, stop * VECTORS)"
 ROUTING = "fetch_routing(table, weights, token, end, TOPK)"
 
 DISPATCH_MUTANTS = {
