@@ -93,18 +93,15 @@ class FusedStream:
         """One grid with a rank's arguments per row."""
         import torch
 
+        from ncclep_py.launch import signed
+
         for stream in streams:
             self.stream.wait_event(stream.record_event())
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            host = torch.tensor([[_signed(value) for value in row] for row in rows], dtype=torch.int64).pin_memory()
+            host = torch.tensor([[signed(value) for value in row] for row in rows], dtype=torch.int64).pin_memory()
             table = host.to(self.device, non_blocking=True)
             kernel.launch(table.data_ptr(), num_blocks, len(rows), self.stream.cuda_stream)
             done = self.stream.record_event()
         for stream in streams:
             stream.wait_event(done)
         self.count += 1
-
-
-def _signed(value: int) -> int:
-    """The int64 of the same 64 bits."""
-    return value - (1 << 64) if value >> 63 == 1 else value

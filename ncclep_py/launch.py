@@ -6,6 +6,7 @@ Compile and load for all ranks of a process before any of their kernels runs: lo
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 from ncclep_py.compiled import KERNELS, CompiledKernel, KernelSpec, compile_kernel, parameters_of
 from ncclep_py.config import Layout
 from ncclep_py.kernels.shape import KernelShape
-from ncclep_py.memory_map import align
+from ncclep_py.memory_map import WORD, align
 from ncclep_py.toolchain import check_loaded_nccl, nccl_header_version
 
 __all__ = [
@@ -80,7 +81,8 @@ class LoadedKernel:
         self.name, self.compiled, self.device = compiled.name, compiled, device
         self.code = ObjectCode.from_cubin(compiled.cubin, name=compiled.name)
         self.kernel = self.code.get_kernel(compiled.symbol)
-        _checked(driver.cuFuncLoad(_checked(driver.cuKernelGetFunction(self.kernel.handle))))   # now, not at the first launch
+        self.function = _checked(driver.cuKernelGetFunction(self.kernel.handle))
+        _checked(driver.cuFuncLoad(self.function))   # now, not at the first launch
         self._allowed = FREE_SHARED_BYTES
 
     def allow_shared(self, num_bytes: int) -> None:
@@ -115,23 +117,34 @@ class LoadedKernel:
 
 
 class Launch:
-    """A grid and its arguments, made once and enqueued often; from `LoadedKernel.prepare`."""
+    """A grid and its arguments, made once and enqueued often; from `LoadedKernel.prepare`.
 
-    __slots__ = ("_config", "_kernel", "_launch", "_parameters", "_streams", "_values")
+    The driver is called with a table of pointers to the arguments that never moves; ``cuda.core.launch`` makes one of Python objects every time,
+    which costs several times the launch itself.
+    """
+
+    __slots__ = ("_function", "_launch", "_pack", "_parameters", "_pointers", "_sizes", "_streams", "_table", "_values", "_words")
 
     def __init__(self, loaded: LoadedKernel, grid: int, block: int, shared_bytes: int, values: Mapping[str, int] | Sequence[int]) -> None:
-        from cuda.core import LaunchConfig, launch
+        from cuda.bindings import driver
 
         self._parameters = parameters_of(loaded.name)
-        self._kernel, self._launch = loaded.kernel, launch
-        self._config = LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes)
+        count = len(self._parameters)   # all of 64 bits
+        words = np.zeros(count, np.int64)
+        self._words = words.data
+        self._pack = struct.Struct(f"{count}q").pack_into
+        self._pointers = words.ctypes.data + WORD * np.arange(count, dtype=np.uint64)
+        self._function, self._launch, self._table = loaded.function, driver.cuLaunchKernel, self._pointers.ctypes.data
+        self._sizes = (grid, 1, 1, block, 1, 1, shared_bytes)
         self._streams: dict[int, Any] = {}
-        self._values: list[int] = []   # cuda.core passes a Python int as 64 bits, faster than a ctypes or numpy scalar
+        self._values: Sequence[int] = ()
         self.assign(values)
 
     def set(self, name: str, value: int) -> None:
         """Change one value."""
-        self._values[self._parameters.index(name)] = value
+        values = list(self._values)
+        values[self._parameters.index(name)] = value
+        self._values = values
 
     def assign(self, values: Mapping[str, int] | Sequence[int]) -> None:
         """Change all values."""
@@ -142,21 +155,34 @@ class Launch:
             values = [values[name] for name in self._parameters]
         if len(values) != len(self._parameters):
             raise ValueError(f"the kernel takes {len(self._parameters)} values, got {len(values)}")
-        self._values = list(values)
+        self._values = values
 
     def enqueue(self, stream_handle: int) -> None:
         """Put the grid on a stream, given as CUDA's handle (0 for the default stream)."""
         stream = self._streams.get(stream_handle)
         if stream is None:
             stream = self._streams[stream_handle] = _stream(stream_handle)
-        self._launch(stream, self._config, self._kernel, *self._values)
+        try:
+            self._pack(self._words, 0, *self._values)   # the driver copies them during the call
+        except struct.error:
+            self._pack(self._words, 0, *(signed(value) for value in self._values))
+        error = self._launch(self._function, *self._sizes, stream, self._table, 0)
+        if error[0]:
+            _checked(error)
+
+
+def signed(value: int) -> int:
+    """The int64 of the same 64 bits; ``ValueError`` for an integer that has more."""
+    if not -(1 << 63) <= value < 1 << 64:
+        raise ValueError(f"a kernel's value must fit into 64 bits, got {value}")
+    return value - (1 << 64) if value >> 63 == 1 else value
 
 
 def _stream(handle: int) -> Any:
-    """cuda.core's view of a stream somebody else owns."""
-    from cuda.core import LEGACY_DEFAULT_STREAM, Stream
+    """The driver's name of a stream somebody else owns."""
+    from cuda.bindings import driver
 
-    return Stream.from_handle(handle) if handle else LEGACY_DEFAULT_STREAM
+    return driver.CUstream(handle)
 
 
 _LOADED: dict[tuple[int, int, str], LoadedKernel] = {}

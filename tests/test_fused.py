@@ -14,7 +14,7 @@ from test_net_ptx import has_library
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs an extra cu12 or cu13")
 pytest.importorskip("numba.cuda", reason="needs an extra cu12 or cu13")
 
-from ncclep_py import cubin, fused, local_world, toolchain
+from ncclep_py import cubin, fused, launch, local_world, toolchain
 from ncclep_py.compiled import KernelSpec, compile_kernel, parameters_of
 from ncclep_py.config import Algorithm, GroupConfig, Layout
 from ncclep_py.kernels.ht_net_shape import HTNetShape
@@ -114,7 +114,7 @@ def test_a_refusal_is_waited_for_and_a_world_that_does_not_fuse_launches_each():
 
 
 def test_values_keep_their_bits():
-    assert [fused._signed(v) for v in (0, 5, -1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)] == [0, 5, -1, (1 << 63) - 1, -(1 << 63), -1]
+    assert [launch.signed(v) for v in (0, 5, -1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)] == [0, 5, -1, (1 << 63) - 1, -(1 << 63), -1]
 
 
 def test_line_information_of_device_functions_can_be_kept():
@@ -130,3 +130,12 @@ def test_the_script_for_profilers_runs(layout: str, capsys: pytest.CaptureFixtur
     small = ["--ranks", "2", "--tokens", "3", "--experts", "4", "--topk", "2", "--hidden", "64"]
     assert profile_pair.main(["--layout", layout, "--backend", "sim", *small]) == 3
     assert f"{layout}: 3 pairs on 2 ranks" in capsys.readouterr().out
+
+
+def test_the_script_for_host_time_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parent.parent / "scripts")
+    import profile_host
+
+    spent = profile_host.main(["--hidden", "64", "--experts", "8", "--rows", "3"])
+    assert all(0 < us < 1000 for us in spent.values()) and len(spent) == 7
+    assert "whether a graph is captured" in capsys.readouterr().out
