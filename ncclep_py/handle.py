@@ -166,20 +166,21 @@ class Handle(HandleChecks):
             [[10.0, 11.0], [10.0, 11.0]]
         """
         self._check_group("dispatch")
-        with _Refusing(self, "", -1):
+        with _Refusing(self, "", -1) as refusing:
             self._check_open("dispatch")
             self._check_landed("dispatch")
             slot = self._take_slot()
-        staged = isinstance(config, DispatchConfig) and config.send_only and bool(self.group.staging_owner)
-        name = self._send_name if staged else self._dispatch_name
-        self._generation += 1
-        given = inputs if isinstance(inputs, DispatchInputs) else DispatchInputs(inputs)
-        made = outputs if isinstance(outputs, DispatchOutputs) else DispatchOutputs()
-        counts = layout_info if isinstance(layout_info, LayoutInfo) else made.layout_info
-        weights: Any = topk_weights if topk_weights is not None else given.topk_weights
-        with _Refusing(self, name, slot):
+            staged = isinstance(config, DispatchConfig) and config.send_only and bool(self.group.staging_owner)
+            name = self._send_name if staged else self._dispatch_name
+            refusing.name, refusing.slot = name, slot   # from here on the operation is known
+            self._generation += 1
+            given = inputs if isinstance(inputs, DispatchInputs) else DispatchInputs(inputs)
+            made = outputs if isinstance(outputs, DispatchOutputs) else DispatchOutputs()
+            counts = layout_info if isinstance(layout_info, LayoutInfo) else made.layout_info
+            weights: Any = topk_weights if topk_weights is not None else given.topk_weights
             self.group.raise_reported()
-            _check_kinds(("outputs", outputs, DispatchOutputs), ("layout_info", layout_info, LayoutInfo), ("config", config, DispatchConfig))
+            if outputs is not None or layout_info is not None or config is not None:
+                _check_kinds(("outputs", outputs, DispatchOutputs), ("layout_info", layout_info, LayoutInfo), ("config", config, DispatchConfig))
             if topk_idx is not None:
                 self.update(topk_idx)
             sent = self._check_dispatch(given, weights, made, counts, config or PLAIN_DISPATCH, slot)
@@ -290,7 +291,8 @@ class Handle(HandleChecks):
         self.group.slot_combined[slot], self.group.slot_owner[slot] = self.group.slot_combined[slot] or reads_on, -self.id
         with _Refusing(self, name, slot):
             self.group.raise_reported()
-            _check_kinds(("outputs", outputs, CombineOutputs), ("config", config, CombineConfig))
+            if made is not outputs or config is not None:
+                _check_kinds(("outputs", outputs, CombineOutputs), ("config", config, CombineConfig))
             self._check_combine(given, made, weights, config or PLAIN_COMBINE, slot)
             pushes = staged and not self.group.over_network   # from wherever the rows are; puts read the group's window only
             place = -1 if pushes else self._place("inputs.tokens", given.tokens, slot, True)
@@ -441,12 +443,11 @@ class Handle(HandleChecks):
     def _take_slot(self) -> int:
         """A slot for a new dispatch, by the same rule on every rank: this handle's own if it still has one, else the first free one."""
         owner = self.group.slot_owner
-        free = [i for i, held in enumerate(owner) if held <= 0]
         if self._slot >= 0 and owner[self._slot] in (self.id, -self.id):
             slot = self._slot
-        elif free:
-            slot = free[0]
         else:
+            slot = next((i for i, held in enumerate(owner) if held <= 0), -1)
+        if slot < 0:
             raise refused(EpError(f"all {len(owner)} slots hold dispatches that other handles have not combined yet; combine one, close its handle, "
                                   "or set GroupConfig.num_slots higher"), Refusal.ORDER)
         self.group.slot_owner[slot], self.group.slot_combined[slot], self._slot = self.id, False, slot
@@ -520,10 +521,12 @@ class _Refusing:
     def __init__(self, handle: Handle, name: str, slot: int) -> None:
         self.handle, self.name, self.slot = handle, name, slot
 
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> _Refusing:
+        return self
 
     def __exit__(self, exc_type: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
         if isinstance(error, Exception) and not getattr(error, "everywhere", False) and not self.handle.group.comm.capturing():
             try:
                 if self.name:
@@ -532,5 +535,5 @@ class _Refusing:
                     self.handle.group.refuse(refusal_of(error))
             except EpRefusedError:   # another rank refuses the same call; my own error says more
                 pass
-        elif error is not None and self.name == "ll_combine_send":   # no operation: nothing flies
+        elif self.name == "ll_combine_send":   # no operation: nothing flies
             self.handle.group.staging_owner[self.handle._stage] = 0

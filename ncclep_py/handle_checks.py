@@ -53,22 +53,21 @@ class HandleChecks(HandleRows):
         group, seen, plain = self.group, self._seen, config.quant_recipe is DispatchQuant.NONE
         self._check_staged(config.send_only)
         _only_plain(config.pass_direction)
-        unwanted: tuple[tuple[str, Any], ...] = (("inputs.scales", given.scales), ("outputs.scales", made.scales)) if plain else ()
+        if plain and (given.scales is not None or made.scales is not None):
+            _refuse_given(self.layout, ("inputs.scales", given.scales), ("outputs.scales", made.scales))
         if self._rank_major:
-            unwanted += (("layout_info.expert_counters", counts.expert_counters),)
-        else:
-            unwanted += (("inputs.topk_weights", weights), ("outputs.topk_weights", made.topk_weights), ("outputs.topk_idx", made.topk_idx),
-                         ("layout_info.src_rank_counters", counts.src_rank_counters))
-        for name, value in unwanted:
-            if value is not None:
-                _unwanted(name, value, self.layout)
+            _refuse_given(self.layout, ("layout_info.expert_counters", counts.expert_counters))
+        elif not (weights is made.topk_weights is made.topk_idx is counts.src_rank_counters is None):
+            _refuse_given(self.layout, ("inputs.topk_weights", weights), ("outputs.topk_weights", made.topk_weights),
+                          ("outputs.topk_idx", made.topk_idx), ("layout_info.src_rank_counters", counts.src_rank_counters))
         if self._topk_idx is None:
             raise ValueError("topk_idx must be given to create_handle, update or dispatch before a dispatch")
         sent = None if plain else self._check_sent(given, made, config, slot)
         if plain and (not seen.same("tokens", given.tokens) or given.tokens.shape[0] != self._topk_idx.shape[0]):
             check_tensor("tokens", given.tokens, (None, group.config.hidden), (self._dtype,), group.comm.device)
-            check_tokens("tokens", given.tokens.shape[0], group.config.max_dispatch_tokens_per_rank)
-            check_tensor("tokens", given.tokens, (self._topk_idx.shape[0], group.config.hidden), (self._dtype,), group.comm.device)
+            if given.tokens.shape[0] != self._topk_idx.shape[0]:
+                check_tokens("tokens", given.tokens.shape[0], group.config.max_dispatch_tokens_per_rank)
+                check_tensor("tokens", given.tokens, (self._topk_idx.shape[0], group.config.hidden), (self._dtype,), group.comm.device)
             self._check_outside("tokens", given.tokens)
             seen.passed("tokens", given.tokens)
         if plain and made.tokens is not None:
@@ -134,10 +133,9 @@ class HandleChecks(HandleRows):
                 raise ValueError("send_only combines rows as they are; leave quant_recipe out, or combine in one piece")
             check_nvfp4(given.scales, self._row_shape[:2], group.config, group.comm)
             self._kernel("ll_nvfp4_combine")   # loaded before any rank waits
-        for name, value in (("inputs.topk_weights", None if self._rank_major else given.topk_weights),
-                            ("inputs.scales", None if packs else given.scales)):
-            if value is not None:
-                _unwanted(name, value, self.layout)
+        if given.topk_weights is not None or given.scales is not None:
+            _refuse_given(self.layout, ("inputs.topk_weights", None if self._rank_major else given.topk_weights),
+                          ("inputs.scales", None if packs else given.scales))
         if given.tokens is not self._row_views.get(slot):
             check_tensor("inputs.tokens", given.tokens, self._row_shape, (self._dtype,), group.comm.device)
             self._check_place("inputs.tokens", given.tokens, slot)
@@ -215,8 +213,11 @@ def _check_kinds(*arguments: tuple[str, Any, type]) -> None:
             raise refused(TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}"), Refusal.TYPE)
 
 
-def _unwanted(name: str, value: object, layout: Layout) -> None:
-    raise ValueError(f"{name} must be left out of a LOW_LATENCY {layout.name} operation, got {type(value).__name__}")
+def _refuse_given(layout: Layout, *unwanted: tuple[str, object]) -> None:
+    """``ValueError`` for the first that was given, though an operation of the layout does not take it."""
+    for name, value in unwanted:
+        if value is not None:
+            raise ValueError(f"{name} must be left out of a LOW_LATENCY {layout.name} operation, got {type(value).__name__}")
 
 
 def _only_plain(direction: PassDir) -> None:
