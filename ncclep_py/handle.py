@@ -91,6 +91,7 @@ class Handle(HandleChecks):
         self._dtype = group.config.token_type.torch_dtype()
         self._constants: dict[tuple[str, int, int, Sent | None, int], tuple[int, ...]] = {}
         self._counters: Any = None
+        self._spare_counters: list[torch.Tensor] = []
         self._sent_views: dict[tuple[int, int, Any, int], torch.Tensor] = {}
         self._flight: Flight | None = None
         self._stage = 0
@@ -192,13 +193,13 @@ class Handle(HandleChecks):
         scales = beside[0].data_ptr() if beside else 0
         if self._rank_major:
             if counts.src_rank_counters is None:
-                counts.src_rank_counters = self._new((self.group.num_ranks,), "int32")
+                counts.src_rank_counters = self._new_counters(self.group.num_ranks)
             counters, global_ids = counts.src_rank_counters, counts.recv_topk_idx_kind is ExpertIdKind.GLOBAL
             own: tuple[int, ...] = (tokens.data_ptr(), idx.data_ptr(), weights.data_ptr(), num_tokens, counters.data_ptr(), int(global_ids), scales)
             self._launch(name, slot, Status.GO, own, (tokens, idx, weights, counters, *beside), global_ids, sent, place)
         else:
             if counts.expert_counters is None:
-                counts.expert_counters = self._new((self.group.map.num_local_experts,), "int32")
+                counts.expert_counters = self._new_counters(self.group.map.num_local_experts)
             own = (tokens.data_ptr(), idx.data_ptr(), num_tokens, counts.expert_counters.data_ptr())
             self._launch(name, slot, Status.GO, (*own, scales), (tokens, idx, counts.expert_counters, *beside), False, sent, place)
         self._packed = False
@@ -297,7 +298,7 @@ class Handle(HandleChecks):
             pushes = staged and not self.group.over_network   # from wherever the rows are; puts read the group's window only
             place = -1 if pushes else self._place("inputs.tokens", given.tokens, slot, True)
         if made.tokens is None:
-            made.tokens = self._new((self._num_tokens, self.group.config.hidden), None)
+            made.tokens = self._new((self._num_tokens, self.group.config.hidden))
         if staged:
             held = (made.tokens,) if self._rank_major else (weights, made.tokens)
             own: tuple[int, ...] = (0 if self._rank_major else weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["HandleRows"]
 
 
+SPARE_COUNTERS = 64
+
+
 class HandleRows:
     """The part of `handle.Handle` that knows places. Views are made once, since making one costs microseconds."""
 
@@ -30,6 +33,7 @@ class HandleRows:
     _row_shape: tuple[int, int, int]
     _row_views: dict[int, torch.Tensor]
     _sent_views: dict[tuple[int, int, Any, int], torch.Tensor]
+    _spare_counters: list[torch.Tensor]
 
     def _rows(self, slot: int) -> torch.Tensor:
         """The rows of a slot, ``[L, R * M, hidden]`` or ``[R, M, hidden]``, the same tensor object unless something wrote a graph into it."""
@@ -85,7 +89,19 @@ class HandleRows:
                                      f"{'rows of a recipe' if index >= 0 else 'a plain tensor'}, which would be copied"), Refusal.MEMORY)
         return index if whole and mode is not ZeroCopyMode.OFF else -1
 
-    def _new(self, shape: Sequence[int], dtype: str | None) -> torch.Tensor:
+    def _new(self, shape: Sequence[int]) -> torch.Tensor:
         import torch
 
-        return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else self._dtype, device=self.group.comm.device)
+        return torch.empty(shape, dtype=self._dtype, device=self.group.comm.device)
+
+    def _new_counters(self, count: int) -> torch.Tensor:
+        """A tensor of counters nobody had before. On a GPU one of many made at once: an allocation costs as much as all checks of a call."""
+        import torch
+
+        comm = self.group.comm
+        if comm.backend != "nccl" or (not self._spare_counters and comm.capturing()):
+            return torch.empty((count,), dtype=torch.int32, device=comm.device)
+        if not self._spare_counters:
+            with torch.inference_mode(False):   # they outlive the caller's mode
+                self._spare_counters = list(torch.empty((SPARE_COUNTERS, count), dtype=torch.int32, device=comm.device).unbind())
+        return self._spare_counters.pop()

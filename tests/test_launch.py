@@ -15,6 +15,7 @@ from cuda.bindings import driver
 
 from ncclep_py import launch
 from ncclep_py.communicator import BLOCK_THREADS, _LoadedKernel
+from ncclep_py.handle_rows import HandleRows
 
 PARAMETERS = launch.parameters_of("ll_combine")
 NUMBERS = tuple(range(100, 100 + len(PARAMETERS)))
@@ -91,3 +92,21 @@ def test_missing_unknown_and_too_few_values_are_named(launched):
         launch.Launch(loaded(), 4, 32, 0, values)
     with pytest.raises(ValueError, match=f"takes {len(PARAMETERS)} values, got 2"):
         launch.Launch(loaded(), 4, 32, 0, [1, 2])
+
+
+def test_counters_made_at_once_are_nobody_elses(monkeypatch):
+    made: list[int] = []
+    monkeypatch.setattr(torch, "empty", lambda *given, _empty=torch.empty, **named: made.append(1) or _empty(*given, **named))
+    capturing = [False]
+    comm = SimpleNamespace(backend="nccl", device=torch.device("cpu"), capturing=lambda: capturing[0])
+    rows = HandleRows()
+    rows.group, rows._spare_counters = SimpleNamespace(comm=comm), []   # type: ignore[assignment]
+    with torch.inference_mode():
+        held = [rows._new_counters(6) for _ in range(100)]
+    held[0].add_(1)   # of no inference mode
+    assert len(made) == 2 and {(t.dtype, tuple(t.shape)) for t in held} == {(torch.int32, (6,))}
+    begins = sorted(t.data_ptr() for t in held)
+    assert all(after - before >= 24 for before, after in zip(begins, begins[1:], strict=False))
+    rows._spare_counters.clear()
+    capturing[0] = True
+    assert rows._new_counters(6).numel() == 6 and not rows._spare_counters   # a graph's own memory is nobody else's
