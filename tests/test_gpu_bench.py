@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from ncclep_py.timeline import from_json, last_pair, operations
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 ROOT = pathlib.Path(__file__).parent.parent
 SMALL = ("--ranks", "2", "--experts", "8", "--topk", "2", "--hidden", "512", "--sms", "4")
@@ -68,6 +70,14 @@ def test_one_process_per_rank_beside_all_to_all_single(tmp_path: pathlib.Path) -
         if row["implementation"] == "all_to_all_single":
             assert us.get("known_sizes_pair", 1.0) > 0 and ("known_sizes_pair" in us) != ("note" in row)
     assert len(held["layers"]) == 4 and all(row["tokens_per_s"] > 0 and "error" not in row for row in held["layers"])
+
+
+@pytest.mark.parametrize("algorithm, most_us", [("ll", 500), ("ht", 2000)])
+def test_the_timeline_is_of_a_pair_without_the_host_in_between(algorithm: str, most_us: float, tmp_path: pathlib.Path) -> None:
+    held = bench(tmp_path, "--algorithm", algorithm, "--layout", "expert_major", "--tokens", "64", "--stamps")
+    events = last_pair(from_json(held["rows"][0]["stamps"]))
+    assert {op.kernel for ops in operations(events).values() for op in ops} == {f"{algorithm}_dispatch", f"{algorithm}_combine"}
+    assert max(e.end_ns for e in events) - min(e.begin_ns for e in events) < most_us * 1000
 
 
 @pytest.mark.parametrize("peer", ["nccl.ep", "deep_ep"])

@@ -163,6 +163,12 @@ def test_lines_begin_at_zero_or_say_log_and_carry_units() -> None:
     assert all("made-up GPU" in p.caption and "SM clock 1980" in p.caption for p in made.values())
 
 
+def test_large_numbers_are_whole_and_fit_into_cells() -> None:
+    assert [pictures._number(v) for v in (0.25812, 8, 818.72, 9999, 16384, 14886.4)] == ["0.2581", "8", "818.7", "9999", "16384", "14886"]
+    cells = (0, 96, 9999, 10914, 99950, 123456, 1e6, 123456789)
+    assert [pictures._brief(v) for v in cells] == ["0", "96", "9999", "10.9k", "100k", "123k", "1M", "123M"]
+
+
 def test_heat_maps_hold_load_and_traffic() -> None:
     row = made_up(Case(tokens=4, ranks=2, experts=4, topk=2, routing="zipf"), pair=9.0) | {"expert_load": [7, 0, 3, 6], "traffic": [[4, 1], [2, 3]]}
     made = by_name(record_of(row))

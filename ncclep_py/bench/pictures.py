@@ -73,6 +73,15 @@ def png(picture: Picture) -> bytes:
 
 
 def _number(value: float) -> str:
+    """Four digits, more where whole numbers have more, never an exponent for what is large."""
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+
+
+def _brief(value: float) -> str:
+    """At most five characters up to a billion, for a cell of a heat map."""
+    for least, size, unit in ((1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / size:.3g}{unit}"
     return f"{value:.4g}"
 
 
@@ -207,7 +216,7 @@ def heat(name: str, title: str, values: Sequence[Sequence[float]], x_label: str,
         if len(values) <= 16 and len(values[0]) <= 20:
             for y, line in enumerate(values):
                 for x, value in enumerate(line):
-                    axes.text(x, y, _number(value), ha="center", va="center", fontsize=7, color="white" if most and value > 0.55 * most else "black")
+                    axes.text(x, y, _brief(value), ha="center", va="center", fontsize=7, color="white" if most and value > 0.55 * most else "black")
         for axis, count in ((axes.xaxis, len(values[0])), (axes.yaxis, len(values))):
             step = -(-count // 16)
             axis.set_ticks(range(0, count, step))
