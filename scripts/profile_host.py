@@ -59,8 +59,14 @@ def profile(comm: Any, options: argparse.Namespace) -> dict[str, float]:
             tokens, ids, weights = next(others)   # not the tensors of the call before: every check is made
             handle.combine(handle.dispatch(tokens, topk_idx=ids).tokens, topk_weights=weights)
 
-        kept: list[Any] = []
         submit = comm.submit
+
+        def without_launch() -> None:
+            comm.submit = lambda *given, **named: False
+            pair()
+            comm.submit = submit
+
+        kept: list[Any] = []
         comm.submit = lambda *given, **named: kept.append(given) or submit(*given, **named)
         pair()
         comm.submit = submit
@@ -68,6 +74,7 @@ def profile(comm: Any, options: argparse.Namespace) -> dict[str, float]:
         parts: dict[str, tuple[Callable[[], object], int]] = {
             "a call, pairs of 20 (as the benchmark)": (pair, 20), "a call, pairs of 200": (pair, 200),
             "a call over other tensors, its result allocated, pairs of 200": (fresh_pair, 200),
+            "a call without its launch, pairs of 200": (without_launch, 200),
             "launch of a dispatch": (lambda: submit(*dispatch), 200), "launch of a combine": (lambda: submit(*combine), 200),
             "torch.empty": (lambda: torch.empty((16,), dtype=torch.int32, device=comm.device), 200),
             "whether a graph is captured": (comm.capturing, 200)}
