@@ -1,4 +1,7 @@
-"""Waits counted on a GPU: the rank whose stream is held up is the one the others waited for, and results do not change. ``-m gpu``."""
+"""Waits counted on a GPU: the rank whose stream is held up is the one the others waited for, and results do not change. ``-m gpu``.
+
+Not under MPS, where a process has two hardware queues: a rank's stream that stands still holds up another's, and both are late.
+"""
 
 from __future__ import annotations
 
