@@ -109,6 +109,9 @@ class Communicator(ABC):
             Whether a rank of this process is known to refuse; then the operation has ended, and its outcome can be read.
         """
 
+    def touched(self, ranges: Sequence[tuple[int, int]]) -> None:   # noqa: B027  (a GPU does not ask)
+        """Tell the simulator's race checker which (address, bytes) the caller may have read and written since the last operation, before the next."""
+
     def run_local(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor]) -> None:
         """Enqueue a kernel that neither touches nor waits for other ranks; the arguments are those of `submit`."""
         kernel.enqueue(values, num_blocks, label)

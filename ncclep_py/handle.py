@@ -282,14 +282,14 @@ class Handle(HandleChecks):
             name = "ll_combine_send" if staged else "ll_combine"
             if staged:
                 self._stage = take_stage(self.group, self.id)
-        reads_on = not staged or self.group.over_network
-        if reads_on and self.group.slot_combined[slot]:   # peers may still be pulling from this slot: meet first, on all ranks alike
+        reads_on, again = not staged or self.group.over_network, self.group.slot_combined[slot]
+        if reads_on and again:   # peers may still be pulling from this slot: meet first, on all ranks alike
             self.group.rendezvous(OpKind.COMBINE)
         given = inputs if isinstance(inputs, CombineInputs) else CombineInputs(inputs)
         made = outputs if isinstance(outputs, CombineOutputs) else CombineOutputs()
         weights: Any = topk_weights if topk_weights is not None else made.topk_weights
         # free for others, but still mine to combine again; also if this call raises, since peers may not know of that yet
-        self.group.slot_combined[slot], self.group.slot_owner[slot] = self.group.slot_combined[slot] or reads_on, -self.id
+        self.group.slot_combined[slot], self.group.slot_owner[slot] = again or reads_on, -self.id
         with _Refusing(self, name, slot):
             self.group.raise_reported()
             if made is not outputs or config is not None:
@@ -299,6 +299,8 @@ class Handle(HandleChecks):
             place = -1 if pushes else self._place("inputs.tokens", given.tokens, slot, True)
         if made.tokens is None:
             made.tokens = self._new((self._num_tokens, self.group.config.hidden))
+        if self.group.comm.backend == "sim" and not again and (place >= 0 or given.tokens.data_ptr() == self._rows(slot).data_ptr()):
+            self.group.comm.touched(self._received(slot, place, self._counters))
         if staged:
             held = (made.tokens,) if self._rank_major else (weights, made.tokens)
             own: tuple[int, ...] = (0 if self._rank_major else weights.data_ptr(), made.tokens.data_ptr(), self._num_tokens)

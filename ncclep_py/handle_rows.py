@@ -44,6 +44,13 @@ class HandleRows:
             rows = self._row_views[slot] = self.group.window.memory[begin: begin + size].view(self._dtype).view(self._row_shape)
         return rows
 
+    def _received(self, slot: int, place: int, counts: torch.Tensor) -> list[tuple[int, int]]:
+        """(address, bytes) of the rows received in each plane of a slot, or of user window `place`."""
+        planes, rows = self._row_shape[:2]
+        size = self.group.config.row_bytes
+        begin = self._rows(slot).data_ptr() if place < 0 else self.group.user_windows[place].address
+        return [(begin + plane * rows * size, min(max(count, 0), rows) * size) for plane, count in enumerate(counts.tolist()[:planes])]
+
     def _scales_at(self, sent: Sent) -> int:
         """Offset of received scales in a slot."""
         return self._row_shape[0] * self._row_shape[1] * sent.wire.sent_bytes

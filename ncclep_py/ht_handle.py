@@ -271,7 +271,8 @@ class HTHandle(HTHandleChecks):
             if slot < 0 or group.slot_owner[slot] not in (self.id, -self.id):
                 raise refused(EpError(f"combine needs a {'backward' if backward else 'forward'} dispatch of this handle before it; its slot was "
                                       "never filled or went to another dispatch"), Refusal.ORDER)
-        if group.slot_combined[slot]:   # peers may still be pulling from this slot: meet first, on all ranks alike
+        again = group.slot_combined[slot]
+        if again:   # peers may still be pulling from this slot: meet first, on all ranks alike
             group.rendezvous(OpKind.COMBINE)
         group.slot_combined[slot], group.slot_owner[slot] = True, -self.id
         given = inputs if isinstance(inputs, CombineInputs) else CombineInputs(inputs)
@@ -296,6 +297,8 @@ class HTHandle(HTHandleChecks):
             if made.topk_weights is None:
                 made.topk_weights = self._new((self._num_tokens, self.num_topk), torch.float32)
             written.append(made.topk_weights)
+        if group.comm.backend == "sim" and not again and (place >= 0 or given.tokens.data_ptr() == self.rows(slot).data_ptr()):
+            group.comm.touched(self._received(slot, place, visible))
         own = (made.tokens.data_ptr(), written[1].data_ptr() if backward else 0, self._num_tokens, visible)
         self._launch("ht_combine", slot, backward, Status.GO, own, written, place=place)
         return made.tokens

@@ -34,6 +34,13 @@ class HTHandleRows:
         """Rows of a slot, ``[recv_rows, hidden]``, the same tensor object unless something wrote a graph into it."""
         return self._view(slot, 0, self._dtype, self.group.config.hidden)
 
+    def _received(self, slot: int, place: int, most: int) -> list[tuple[int, int]]:
+        """(address, bytes) of the rows received in a slot, or in user window `place`, at most `most` rows."""
+        plan = self._maps_plan
+        total = int.from_bytes(bytes(self._maps[plan.received + 8: plan.received + 16].tolist()), "little", signed=True)
+        begin = self.rows(slot).data_ptr() if place < 0 else self.group.user_windows[place].address
+        return [(begin, min(max(total, 0), most) * self.group.config.row_bytes)]
+
     def slot_idx(self, slot: int) -> torch.Tensor:
         """Received ids of a slot, ``[recv_rows, K]`` int64 (FLAT)."""
         import torch

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from ncclep_py.network import DeviceCommunicator, refuse
 from ncclep_py.rank_thread import RankThread
 from ncclep_py.topology import Topology
 
+PACKAGE = os.path.dirname(__file__) + os.sep
 if TYPE_CHECKING:
     import torch
 
@@ -427,6 +429,7 @@ class _SimRank(Communicator):
         self.world, self.rank, self.num_ranks, self.ranks_on_device = world, rank, world.num_ranks, world.num_ranks
         self.device, self._state = torch.device("cpu"), _KeptState(None)
         self._kept: list[Any] = []
+        self._touched: tuple[Any, ...] = ()
 
     def own_streams(self) -> _KeptState:
         """Context in which this rank's program runs."""
@@ -453,16 +456,20 @@ class _SimRank(Communicator):
 
     def submit(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor], *,
                refusing: bool = False) -> bool:
-        return self.world.step(_Step("an operation", (self, kernel, values, num_blocks, label, tensors, refusing), _simulate))
+        touched, self._touched = self._touched, ()
+        return self.world.step(_Step("an operation", (self, kernel, values, num_blocks, label, tensors, touched, refusing), _simulate))
+
+    def touched(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self._touched = (ranges, _callers_line())
 
     def run_local(self, kernel: Kernel, values: Sequence[int], num_blocks: int, label: str, tensors: Sequence[torch.Tensor]) -> None:
-        _simulate([(self, kernel, values, num_blocks, label, tensors, False)])
+        _simulate([(self, kernel, values, num_blocks, label, tensors, (), False)])
 
     def together(self, action: Callable[[], None]) -> None:
         action()
 
     def sit_out(self) -> None:
-        self.world.step(_Step("an operation", (self, None, (), 0, "nothing", (), False), _simulate))
+        self.world.step(_Step("an operation", (self, None, (), 0, "nothing", (), (), False), _simulate))
 
     def device_communicator(self, needs: DeviceNeeds) -> DeviceCommunicator:
         def perform(wanted: list[Any]) -> list[DeviceCommunicator]:
@@ -523,11 +530,21 @@ def _cpu_bytes(num_bytes: int) -> torch.Tensor:
     return raw[skip: skip + num_bytes]
 
 
+def _callers_line() -> tuple[str, int]:
+    """File and line of the innermost caller that is not of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
 def _simulate(requests: list[Any]) -> list[Any]:
     """Run one operation of all ranks in the simulator."""
     simulator = requests[0][0].world.simulator
     regions = []
-    for comm, kernel, values, num_blocks, label, tensors, _ in requests:
+    for comm, kernel, values, num_blocks, label, tensors, touched, _ in requests:
+        if touched:
+            simulator.host(comm.rank, None, touched[0], touched[0], f"the program before {label}", touched[1])
         regions += [simulator.register(t.detach(), f"tensor {i}", comm.rank, []) for i, t in enumerate(tensors) if t.numel()]
         if kernel is not None:
             simulator.launch(comm.rank, kernel.function, tuple(values), blocks=num_blocks, label=label)

@@ -132,10 +132,11 @@ class Simulator:
         self.streams[rank].queue.append(Launch(kernel, tuple(int(a) for a in args), blocks, warps, label))
 
     def host(self, rank: int, function: Callable[[], Any] | None, reads: Sequence[tuple[int, int]] = (), writes: Sequence[tuple[int, int]] = (),
-             label: str = "host") -> None:
+             label: str = "host", site: tuple[str, int] | None = None) -> None:
         """Append to the stream of `rank` something that is no kernel of ours: it reads and writes the (address, bytes) ranges and calls `function`.
 
-        It takes two steps: the accesses begin in the first, `function` runs at the end of the second, and the accesses are checked in both.
+        It takes two steps: the accesses begin in the first, `function` runs at the end of the second, and the accesses are checked in both. Messages
+        name the file and line of `site`, or of the function.
         """
         def body() -> None:
             begin = self.scheduler.step
@@ -147,7 +148,7 @@ class Simulator:
             if self.events is not None:
                 self.events.append((rank, HOST, 0, label, label, begin, self.scheduler.step))
 
-        self.streams[rank].queue.append(Launch(body, (), 1, 1, label, host=True, source=function))
+        self.streams[rank].queue.append(Launch(body, (), 1, 1, label, host=True, source=site or function))
 
     def run(self) -> None:
         """Run all streams to their ends; raises the first `SimulationError`."""

@@ -18,7 +18,7 @@ __all__ = ["Block", "Cell", "Launch", "Stream", "Task"]
 
 @dataclasses.dataclass(eq=False)
 class Launch:
-    """One entry of a stream: a kernel with its arguments and grid, or a host function (`source`: whose line messages name)."""
+    """One entry of a stream: a kernel with its arguments and grid, or a host function (`source`: whose line messages name, or that line)."""
 
     kernel: Callable[..., None]
     args: tuple[int, ...]
@@ -26,7 +26,7 @@ class Launch:
     warps: int
     label: str
     host: bool = False
-    source: Callable[..., object] | None = None
+    source: Callable[..., object] | tuple[str, int] | None = None
 
 
 class Stream:
@@ -149,7 +149,7 @@ class Task(greenlet):
         launch = block.launch
         source = launch.source or launch.kernel
         code = getattr(getattr(source, "func", source), "__code__", None)
-        file, line = (code.co_filename, code.co_firstlineno) if code else ("?", 0)
+        file, line = source if isinstance(source, tuple) else (code.co_filename, code.co_firstlineno) if code else ("?", 0)
         self.site: Site = ("call" if launch.host else "start", file, line, launch.label)
         self.calls = 0
         self.steps = 0
