@@ -14,7 +14,7 @@ routing: an update between forward and backward is an `EpStaleError` in backward
 if the group has two (``num_slots``). No host synchronisation with a fixed budget; with AUTO, `num_rows` says how many rows to expect (read it
 from ``handle.layout_info.recv_total_counter``, which waits for the device).
 
-In a `LocalWorld` rank programs must run in threads (``LocalWorld(..., threads=True)``).
+In a `LocalWorld` rank programs must run in threads (``LocalWorld(..., threads=True)``); what needs gradients is refused in one without.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 
 from ncclep_py.arguments import stale
 from ncclep_py.config import CombineConfig, DispatchConfig, ExpertIdKind, Layout, PassDir
+from ncclep_py.errors import EpError
 from ncclep_py.handle import CombineInputs, CombineOutputs, DispatchOutputs, LayoutInfo
 
 if TYPE_CHECKING:
@@ -76,13 +77,14 @@ def ep_dispatch(handle: HTHandle, tokens: torch.Tensor, topk_weights: torch.Tens
         ...         out = ep.ep_combine(handle, received.tokens * (comm.rank + 2))   # the expert of rank r multiplies by r + 2
         ...         out.sum().backward()
         ...         return out[0, 0].item(), x.grad[0, 0].item()
-        >>> with ep.LocalWorld(2, "sim") as world:
+        >>> with ep.LocalWorld(2, "sim", threads=True) as world:
         ...     world.run(program)
         [(3.0, 3.0), (2.0, 2.0)]
     """
     budget = handle.group.config.max_recv_tokens_per_rank
     if num_rows is None and not budget:
         raise ValueError("num_rows must be given while max_recv_tokens_per_rank is AUTO: at least the received rows")
+    _check_world(handle, tokens, topk_weights)
     rows, weights, ids = _Dispatch.apply(handle, num_rows if num_rows is not None else budget, global_ids, tokens, topk_weights)
     return Received(rows, weights, ids if handle.layout is Layout.FLAT else None, handle.layout_info)
 
@@ -102,11 +104,23 @@ def ep_combine(handle: HTHandle, rows: torch.Tensor) -> torch.Tensor:
         ...         out = ep.ep_combine(handle, received.tokens * received.topk_weights.sum(1, keepdim=True))
         ...         out.sum().backward()
         ...         return out[0, 0].item(), weights.grad.tolist()
-        >>> with ep.LocalWorld(2, "sim") as world:
+        >>> with ep.LocalWorld(2, "sim", threads=True) as world:
         ...     world.run(program)[0]
         (1.0, [[8.0, 8.0]])
     """
+    _check_world(handle, rows)
     return _Combine.apply(handle, rows)
+
+
+def _check_world(handle: HTHandle, *inputs: torch.Tensor) -> None:
+    """Refuse what would wait for ever in backward."""
+    if not handle.group.comm.can_differentiate and torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        raise needs_threads("backward passes")
+
+
+def needs_threads(what: str) -> EpError:
+    """The exception for what torch keeps per thread, in a `LocalWorld` whose programs share one."""
+    return EpError(f"{what} of a LocalWorld need a thread per rank: LocalWorld(..., threads=True)")
 
 
 class _Dispatch(torch.autograd.Function):

@@ -85,6 +85,11 @@ class Communicator(ABC):
         """Ranks and teams."""
         return Topology(self.num_ranks, self.team_size or self.num_ranks)
 
+    @property
+    def can_differentiate(self) -> bool:
+        """Whether operations may be called in a backward pass."""
+        return True
+
     # ---- host steps every rank takes together -----------------------------------------------------------------------
     @abstractmethod
     def exchange(self, value: Any) -> list[Any]:

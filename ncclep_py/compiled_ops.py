@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ncclep_py.arguments import stale
-from ncclep_py.autograd import BACKWARD, COMBINE_BACKWARD
+from ncclep_py.autograd import BACKWARD, COMBINE_BACKWARD, needs_threads
 from ncclep_py.config import ExpertIdKind, Layout
 from ncclep_py.handle import CombineInputs, CombineOutputs, DispatchOutputs, LayoutInfo
 
@@ -33,7 +33,13 @@ _NEXT = itertools.count(1)
 
 
 def key_of(handle: HTHandle) -> str:
-    """The name by which operators know a handle; text, which compilers never make symbolic."""
+    """The name by which operators know a handle; text, which compilers never make symbolic.
+
+    Raises:
+        EpError: in a `LocalWorld` whose rank programs share a thread: torch keeps what an operator is in the middle of per thread.
+    """
+    if not handle.group.comm.can_differentiate:
+        raise needs_threads("operators of torch.library")
     key = _KEYS.get(handle)
     if key is None:
         key = _KEYS[handle] = str(next(_NEXT))

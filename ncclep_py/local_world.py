@@ -323,6 +323,10 @@ class _LocalNcclRank(NcclRank):
         """Context in which this rank's program runs."""
         return self._state
 
+    @property
+    def can_differentiate(self) -> bool:
+        return self.world.threads   # torch keeps a backward pass's state per thread: two in one, by turns, wait for each other for ever
+
     def exchange(self, value: Any) -> list[Any]:
         return self.world.step(_Step("a host exchange", value, lambda values: [list(values) for _ in values]))
 
@@ -434,6 +438,10 @@ class _SimRank(Communicator):
     def own_streams(self) -> _KeptState:
         """Context in which this rank's program runs."""
         return self._state
+
+    @property
+    def can_differentiate(self) -> bool:
+        return self.world.threads   # torch keeps a backward pass's state per thread: two in one, by turns, wait for each other for ever
 
     def exchange(self, value: Any) -> list[Any]:
         return self.world.step(_Step("a host exchange", value, lambda values: [list(values) for _ in values]))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ncclep_py import Algorithm, EpStaleError, Group, GroupConfig, HandleConfig, Layout, LocalWorld
+from ncclep_py import Algorithm, EpError, EpStaleError, Group, GroupConfig, HandleConfig, Layout, LocalWorld
 from ncclep_py.autograd import Received, ep_combine, ep_dispatch
 from ncclep_py.testing import random_routing
 
@@ -174,6 +174,35 @@ def test_saved_rows_are_not_overwritten_by_the_next_dispatch() -> None:
 
     with LocalWorld(2, "sim", threads=True) as world:
         world.run(program)
+
+
+@pytest.mark.parametrize("part", ["dispatch", "combine"])
+def test_without_threads_gradients_are_refused_and_plain_passes_are_not(part: str) -> None:
+    """Backward passes of ranks that share a thread wait for each other for ever; operators abort the process."""
+    from ncclep_py import compiled_ops
+
+    def program(comm: Any) -> tuple[list[str], bool]:
+        config = GroupConfig(num_experts=6, max_dispatch_tokens_per_rank=4, hidden=16, num_topk=TOPK, algorithm=Algorithm.HIGH_THROUGHPUT,
+                             dtype=torch.float32, max_recv_tokens_per_rank=16)
+        told, weights = [], torch.ones(4, TOPK)
+        with Group.create(comm, config) as group, group.create_handle(Layout.FLAT, random_routing(comm.rank, 4, TOPK, 6)) as handle:
+            plain = ep_combine(handle, ep_dispatch(handle, torch.ones(4, 16), weights).tokens)
+            try:
+                if part == "dispatch":
+                    ep_dispatch(handle, torch.ones(4, 16, requires_grad=True), weights)
+                else:
+                    ep_combine(handle, ep_dispatch(handle, torch.ones(4, 16), weights).tokens.requires_grad_())
+            except EpError as e:
+                told.append(str(e))
+            with pytest.raises(EpError, match=r"operators .* threads=True"):
+                compiled_ops.key_of(handle)
+            with torch.no_grad():
+                again = ep_combine(handle, ep_dispatch(handle, torch.ones(4, 16, requires_grad=True), weights).tokens)
+        return told, torch.equal(plain, again)
+
+    with LocalWorld(3, "sim") as world:
+        for told, same in world.run(program):
+            assert same and len(told) == 1 and "LocalWorld(..., threads=True)" in told[0]
 
 
 def test_auto_budgets_need_the_number_of_rows() -> None:
