@@ -11,6 +11,7 @@ import numpy as np
 
 from ncclep_py.errors import Code, Phase
 from ncclep_py.memory_map import WAITS
+from ncclep_py.simulator.errors import OutOfBoundsError
 from ncclep_py.simulator.task import Cell, Task
 from ncclep_py.simulator.words import Word
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["Access", "Call", "Effect", "parse"]
 
 LOW = (1 << 32) - 1
+VECTORS = {"tokens", "slot", "rows", "staging", "out"}
+"""What operations access as rows of 16-byte vectors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +66,18 @@ class Access:
     # ---- bytes ----
     def read(self, address: int, size: int) -> np.ndarray:
         """Bytes of a plain load."""
+        self._check_vectors(address)
         return self.memory.read(self.agent, address, size, constant=self.effect.order in ("async", "nc"))
 
     def write(self, address: int, data: np.ndarray) -> None:
         """A plain store of bytes."""
+        self._check_vectors(address)
         self.memory.write(self.agent, address, len(data))[:] = data
+
+    def _check_vectors(self, address: int) -> None:
+        """Rows move in vectors of 16 bytes, which a GPU traps on elsewhere."""
+        if address % 16 and self.effect.noun in VECTORS and self.task.site[0] != "ht_zero_pads":   # which clears weights of 4 bytes, too
+            raise OutOfBoundsError(f"{self.task.at()} accesses a row at {address:#x}, which is not aligned to 16 bytes")
 
     # ---- words ----
     def word(self, address: int) -> Word:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Simulator"]
 
 POISON = 0xA5
+MOST_STEPS = 200_000
 
 
 class Simulator:
@@ -41,6 +42,7 @@ class Simulator:
         stamps: (rank, block, kernel, phase, step) of every stamp, for `timeline.events_of`; None: not collected.
         poisoned: number of slots poisoned so far, over all ranks.
         team_size: ranks that can address each other's memory, 0 for all.
+        most_steps: steps a warp may take in one kernel; more are an endless loop. (A token costs about three.)
         network: what is between teams, the newest of `networks`; it sets itself (``network.Network``).
     """
 
@@ -64,7 +66,7 @@ class Simulator:
         if mode not in ("fair", "adversarial"):
             raise ValueError(f"mode must be 'fair' or 'adversarial', got {mode!r}")
         self.num_ranks, self.seed, self.blocks, self.warps = num_ranks, seed, blocks, warps
-        self.team_size = 0
+        self.team_size, self.most_steps = 0, MOST_STEPS
         self.network: Network | None = None
         self.networks: list[Network] = []
         self.faults, self.poison, self.resident_blocks = faults or Faults(), poison, resident_blocks

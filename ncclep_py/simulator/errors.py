@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["DeadlockError", "OutOfBoundsError", "RaceError", "SimulationError", "UniformityError"]
+__all__ = ["DeadlockError", "EndlessError", "OutOfBoundsError", "RaceError", "SimulationError", "UniformityError"]
 
 
 class SimulationError(RuntimeError):
@@ -34,6 +34,10 @@ class RaceError(SimulationError):
 
 class DeadlockError(SimulationError):
     """Nothing can run, and not everything is done."""
+
+
+class EndlessError(SimulationError):
+    """A kernel that goes on and on."""
 
 
 class OutOfBoundsError(SimulationError):

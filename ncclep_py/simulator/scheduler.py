@@ -10,10 +10,11 @@ import numpy as np
 from greenlet import getcurrent
 
 from ncclep_py.simulator.clock import HOST, Agent
-from ncclep_py.simulator.errors import DeadlockError
+from ncclep_py.simulator.errors import DeadlockError, EndlessError
 from ncclep_py.simulator.policy import NEVER
 from ncclep_py.simulator.story import deadlock_story, quoted
 from ncclep_py.simulator.task import Block, Stream, Task
+from ncclep_py.simulator.watchdog import WATCHDOG, Stuck, where
 from ncclep_py.simulator.words import Store, Word
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class Scheduler:
         self.ready = [task for task in self.ready if not task.parent.dead]   # left by a run that raised, in a rank program that ended by it
         self.running = True
         policy, events = self.sim.policy, self.sim.events
+        watched = WATCHDOG.watch(self)
         try:
             self._start_streams(self.sim.streams)
             while True:
@@ -131,12 +133,19 @@ class Scheduler:
                     continue
                 self.current = task
                 task.steps += 1
+                if task.steps > self.sim.most_steps:
+                    raise EndlessError(f"{task.at()} took {task.steps - 1} steps in one kernel and has not ended (Simulator.most_steps): does a loop "
+                                       "not advance?")
                 task.switch()
                 if task.dead:
                     self._end(task)
             if events is not None:
                 events.sort(key=lambda e: e[5])
+        except Stuck as stuck:
+            raise EndlessError(f"{self.current.at()} was the last operation of this warp, {WATCHDOG.seconds:g} s ago, and it still runs, now "
+                               f"{where(stuck)}: does a loop not advance?") from None
         finally:
+            WATCHDOG.release(watched)
             self.running = False
 
     def _start_streams(self, streams: list[Stream]) -> None:
