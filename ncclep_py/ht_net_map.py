@@ -34,11 +34,14 @@ signal is at least count * adds" says that all puts of that channel in operation
 * H-N7 Ranks of other teams never touch my slots, so ARRIVED is a matter of the team: my team has written its own tokens' rows and those it fanned
   out. A failure in another team after all HEADs surfaces there, and here at the next operation, which that rank's host refuses.
 * H-N8 HITS and KEPT are put to a place of their own (a put may land in pieces, in any order); after the signal the rail peer copies them, word by
-  word, to HITS and KEPT of its team, where they are as in one team. HITS are put from where my team reads them, and are written before the drain: if
-  two updates in a row are given up, a put of the first may read words of the third. It lands before its receiver has drained, and nobody takes it.
-* H-N9 Waits for somebody who may himself wait for the network have twice its deadline: for forwarded words, and for ARRIVED of the team. So the one
-  who waits for the network gives up first and tells (in HEAD and ARRIVED of its team) on whom; if it tells nothing it is the culprit itself.
-  Not so KEPT of an update that overflows: its sender may wait for HITS as long as its receiver waits for it, and be named though it is not to blame.
+  word, to HITS and KEPT of its team, where they are as in one team. HITS are put from where I read them myself, so they are written after the HEAD
+  signals of all rail peers (H-N1): no put of an operation before this one reads them any more, also after any number that were given up.
+* H-N9 Who waits for somebody who may himself wait has a longer deadline, so that the other gives up first and tells on whom; if it tells nothing it
+  is the culprit itself. With T the deadline for the network: forwarded words, and ARRIVED of the team, have 2 T (a forwarder waits for HEAD signals,
+  then for a chunk). KEPT come from ranks that had 2 T for HITS, and HITS of such a rank have come, so its wait began before: their chunks have
+  2 1/4 T, words 2 1/2 T. A quarter is for a message and for ranks that begin apart; nobody waits longer. In an update one block waits for the
+  network while others wait for its words, and would hold back the last block: so it tells in HEAD at once, and all who wait for words of a rank of
+  my team, its own or forwarded ones, look there.
 """
 
 from __future__ import annotations

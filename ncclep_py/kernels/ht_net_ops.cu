@@ -210,26 +210,25 @@ OP ep_ht_net_forward_hits(i64 window, i64 net_hits, i64 hits, i64 rank, i64 num_
   }
   return 0;
 }
-// A word of `source`, which for another team is forwarded by `forwarder`, whose HEAD `told` may say that it gave up.
+// A word of `source`, which for another team is forwarded by my team's rank of the same index. HEAD `told` of who stores it may say that it gave up.
 struct Forwarded { int code, culprit; u64 seen; };
-INLINE Forwarded wait_forwarded(u64 word, u64 told, bool direct, int blamed, i64 epoch, u64 started, u64 timeout) {
+INLINE Forwarded wait_forwarded(u64 word, u64 told, int blamed, i64 epoch, u64 started, u64 timeout) {
   for (u32 round = 1;; ++round) {
     u64 value = load_relaxed_sys(word);
     int ahead = later(u32(value >> 32), u32(epoch));
     if (ahead == 0) return {0, 0, value};
     if (ahead > 0 && ahead < NEAR) return {LEFT_BEHIND, blamed, value >> 32};
     if (round % 16) continue;
-    u64 state = direct ? 0 : load_relaxed_sys(told);
-    if (!direct && u32(state >> 32) == u32(epoch) && (u32(state) >> 24 & 3) == ABORT) return {ABORTED, int(u32(state) & 0xffffff), value >> 32};
+    u64 state = load_relaxed_sys(told);
+    if (u32(state >> 32) == u32(epoch) && (u32(state) >> 24 & 3) == ABORT) return {ABORTED, int(u32(state) & 0xffffff), value >> 32};
     if (round % 64 == 0 && nanoseconds() - started > timeout) return {TIMEOUT, blamed, value >> 32};
   }
 }
-struct Way { bool direct; int blamed; u64 told; };   // of a source's words to me
+struct Way { int blamed; u64 told; };   // of a source's words to me
 INLINE Way way_of(i64 window, i64 heads, int source, i64 rank, i64 num_ranks, i64 team_size, i64 epoch) {
   int size = int(team_size), first = first_of(rank, team_size);
-  bool direct = source - source % size == first;
-  int forwarder = direct ? source : first + source % size;
-  return {direct, forwarder == int(rank) ? source : forwarder, peer_at(window, head_at(heads, num_ranks, forwarder, epoch) + 8, rank)};
+  int forwarder = first + source % size;   // itself, if it is of my team
+  return {forwarder == int(rank) ? source : forwarder, peer_at(window, head_at(heads, num_ranks, forwarder, epoch) + 8, rank)};
 }
 OP ep_ht_net_wait_hits(i64 window, i64 hits, i64 heads, i64 rank, i64 num_ranks, i64 team_size, i64 num_experts, i64 by_rank, i64 epoch, i64 fail,
                        i64 record, i64 timeout) {
@@ -239,8 +238,7 @@ OP ep_ht_net_wait_hits(i64 window, i64 hits, i64 heads, i64 rank, i64 num_ranks,
   for (u32 i = threadIdx.x; i < u32(num_ranks) * c.columns && !code; i += blockDim.x) {
     u32 source = i / u32(c.columns), column = i % u32(c.columns);
     Way w = way_of(window, heads, int(source), rank, num_ranks, team_size, epoch);
-    Forwarded f = wait_forwarded(words + 8 * (i64(source) * (num_experts + num_ranks) + column), w.told, w.direct, w.blamed, epoch, started,
-                                 u64(timeout));
+    Forwarded f = wait_forwarded(words + 8 * (i64(source) * (num_experts + num_ranks) + column), w.told, w.blamed, epoch, started, u64(timeout));
     code = f.code;
     if (code) give_up(fail, record, code, epoch, COUNTS, rank, w.blamed, f.culprit, i64(f.seen), epoch);
     else if (u32(f.seen)) {
@@ -302,7 +300,7 @@ OP ep_ht_net_wait_kept(i64 window, i64 kept_rows, i64 heads, i64 rank, i64 num_r
   u64 words = peer_at(window, kept_rows, rank), started = nanoseconds();
   for (u32 i = threadIdx.x; cut && i < u32(num_ranks) * local && !code; i += blockDim.x) {
     Way w = way_of(window, heads, int(i / u32(local)), rank, num_ranks, team_size, epoch);
-    Forwarded f = wait_forwarded(words + 8 * i, w.told, w.direct, w.blamed, epoch, started, u64(timeout));
+    Forwarded f = wait_forwarded(words + 8 * i, w.told, w.blamed, epoch, started, u64(timeout));
     code = f.code;
     if (code) give_up(fail, record, code, epoch, COUNTS, rank, w.blamed, f.culprit, i64(f.seen), epoch);
   }

@@ -56,7 +56,6 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                 publish_head(window, HEADS, rank, RANKS, TEAM, epoch, signature, status)
         add_up(maps + PARTIALS, EXPERTS, RANKS, BY_RANK, SHARES)
         if block_idx() == 0:   # one block, so that nobody waits for blocks that have not begun
-            publish_hits(window, HITS, rank, RANKS, EXPERTS, BY_RANK, epoch, TEAM)
             code = enter(comm, window, HEADS, rank, RANKS, TEAM, CHANNELS, CONTEXTS, ADDS, count, epoch, signature, status, fail, record, timeout)
         trace = stamp(trace, WAIT_HEADS)
         # ---- 2 wait --------------------------------------------------------------------------------------------------------
@@ -66,6 +65,8 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
         if block_idx() == 0:
             if code == 0:
                 code = wait_entered(comm, rank, RANKS, TEAM, CHANNELS, count, epoch, fail, record, timeout)
+            if code == 0:   # not before: an earlier put may have read my own copy until now
+                publish_hits(window, HITS, rank, RANKS, EXPERTS, BY_RANK, epoch, TEAM)
             sync()
             why = 0
             if code != 0:
@@ -86,6 +87,8 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                 if code == 0:
                     forward_hits(window, NET_HITS + (distance - 1) * HITS_BYTES, HITS, rank, RANKS, EXPERTS, BY_RANK, epoch, source * TEAM + index,
                                  TEAM)
+            if code != 0 and warp_idx() == 0:   # at once: my other blocks and my team may wait twice as long
+                publish_abort(window, HEADS, ARRIVED, rank, RANKS, TEAM, epoch, fail)
         if code == 0:
             code = wait_hits(window, HITS, HEADS, rank, RANKS, TEAM, EXPERTS, BY_RANK, epoch, fail, record, timeout + timeout)
         trace = stamp(trace, ROWS)
@@ -119,13 +122,14 @@ def make_ht_net_prepare(shape: HTNetShape, ops: Vocabulary) -> Callable[..., Non
                         source = (team + TEAMS - distance) % TEAMS
                         if code == 0:
                             code = wait_chunk(comm, window, TAGS + (distance - 1) * TAG_BYTES + 8, source * TEAM + index, 0, source * SIGNALS + 1,
-                                              count * ADDS + 2, rank, epoch, fail, record, timeout)
+                                              count * ADDS + 2, rank, epoch, fail, record, 2 * timeout + (timeout >> 2))
                         if code == 0:
                             forward_kept(window, NET_KEPT + (distance - 1) * KEPT_BYTES, KEPT, EXPERTS, RANKS, BY_RANK, BUDGET, rank,
                                          source * TEAM + index, TEAM)
             if code == 0:
                 trace = stamp(trace, WAIT_COUNTS)
-                code = wait_kept(window, KEPT, HEADS, rank, RANKS, TEAM, EXPERTS, BY_RANK, BUDGET, epoch, fail, record, timeout + timeout)
+                code = wait_kept(window, KEPT, HEADS, rank, RANKS, TEAM, EXPERTS, BY_RANK, BUDGET, epoch, fail, record,
+                                 2 * timeout + (timeout >> 1))
             if code == 0:
                 code = store_zones(window, KEPT, rank, RANKS, EXPERTS, BY_RANK, ALIGNMENT, BUDGET, TRAP, maps + ZONES, expert_counters,
                                    expert_offsets, unpadded, total, int_bytes, epoch, fail, record, timeout)

@@ -88,7 +88,7 @@ HT_NET_OPERATIONS: tuple[tuple, ...] = (
     ("ht_net_wait_hits", "block", f"window hits heads {_TEAM} num_experts by_rank epoch {_FAILURE}",
      "ld.relaxed.sys hits; ld.relaxed.sys head; bar.sync",
      "`ht_wait_hits`. HITS of other teams are forwarded by my team's rank of that index, which may tell (in its HEAD) that it gave up, and on whom; "
-     "it is to blame if it does not, so the deadline is twice its own.", True),
+     "it is to blame if it does not, so the deadline is twice its own. A rank of my team may tell so of its own HITS, too.", True),
     ("ht_net_overflows", "block", "num_experts num_ranks by_rank budget first_rank team_size", "", "1 if KEPT are told to ranks of this team."),
     ("ht_net_publish_kept", "block", f"window kept_rows kept_sent place_table num_tokens {_SIZES} by_rank budget rank epoch team_size",
      "ld.weak place_table; bar.sync; st.relaxed.sys kept_rows; st.relaxed.sys kept_sent; bar.sync",
@@ -97,7 +97,7 @@ HT_NET_OPERATIONS: tuple[tuple, ...] = (
      "ld.weak net_kept; st.relaxed.sys kept_rows", "Tell the ranks of my team that overflow the KEPT that rail peer `peer` put here."),
     ("ht_net_wait_kept", "block", f"window kept_rows heads {_TEAM} num_experts by_rank budget epoch {_FAILURE}",
      "ld.relaxed.sys kept_rows; ld.relaxed.sys head; bar.sync",
-     "Wait for KEPT of all ranks, if this rank overflows, with blame and deadline as in `ht_net_wait_hits`; `ht_store_zones` then adds them up.",
+     "Wait for KEPT of all ranks, if this rank overflows, with blame as in `ht_net_wait_hits`; `ht_store_zones` then adds them up.",
      True),
     # ---- dispatch ---------------------------------------------------------------------------------------------------------
     ("ht_net_stage_row", "warp", "rows_window slot window sent tokens routes token num_topk row_bytes rank team_size",

@@ -335,14 +335,14 @@ def ht_net_forward_hits(call: Call, task: Task, window: int, net_hits: int, hits
 
 def _forwarded(call: Call, task: Task, access: Access, word: Word, source: int, noun: str, window: int, heads: int, rank: int, num_ranks: int,
                team_size: int, epoch: int, fail: int, record: int) -> int:
-    """Wait for a word of `source`, which for another team's rank is forwarded by my team's rank of the same index."""
+    """Wait for a word of `source`, which for another team's rank is forwarded by my team's rank of the same index; either tells if it gave up."""
     direct, team = source // team_size == rank // team_size, _team(rank, team_size)
     forwarder = source if direct else team[source % team_size]
     told = access.word(_local(call, task, window, _head(heads, num_ranks, forwarder, epoch) + 8))
 
     def gave_up() -> bool:
         value = told.peek(task.agent).value
-        return not direct and value >> 32 == epoch and value >> 24 & 3 == Status.ABORT
+        return value >> 32 == epoch and value >> 24 & 3 == Status.ABORT
 
     def old() -> bool:
         distance = ahead(word.peek(task.agent).value >> 32, epoch)
