@@ -176,8 +176,8 @@ class GroupConfig:
             ``send_only``. w staged combines in flight need w of them, and 2w so that none waits for the slowest rank's last `Handle.complete`.
             Over several teams they cost messages of R * M rows for every payload slot but the first, too.
             With ``enable_mask`` there are none, and none are needed: ``send_only`` does the whole operation at once.
-        timeout_ns: nanoseconds a device-side wait may last (HT over several teams: for ranks that wait themselves, up to 2.5 times as long); AUTO is 100 s,
-            as in the reference.
+        timeout_ns: nanoseconds a device-side wait may last (HT over several teams: up to 2.5 times as long, if for ranks that wait themselves);
+            AUTO is 100 s, as in the reference.
         enable_mask: LL: go on without ranks that do not come within ``timeout_ns`` (`Group.mask_query` and what follows it); at most 29 ranks. Its
             kernels are others than those of groups without.
         zero_copy: AUTO: rows given in windows of `Group.create_window` are used where they are, plain tensors copied; OFF: windows are copied, too;

@@ -230,7 +230,7 @@ def test_different_operations_are_a_mismatch_on_every_rank_and_the_next_good_cal
 
 @pytest.mark.parametrize("seed", range(6))
 def test_after_a_slow_link_the_next_good_call_is_right(seed: int) -> None:
-    """The link of ranks 1 and 3 is slower in a dispatch than waits last: who gives up names an end of it. What is late lands later, and all goes on."""
+    """The link of ranks 1 and 3 is slower in a dispatch than waits last: who gives up names an end of it. What is late lands later, all goes on."""
     tokens = (2, 3, 1, 2)
     with mock.patch.object(ht_net_program, "Network", deadlines.Links):
         p = HTNetProgram(deadlines.machine(4, seed), group(tokens), LAYOUTS[seed % 2], tokens, 2, seed=seed)
