@@ -9,20 +9,23 @@ factory, its file, or a global, default or closure variable that it uses has cha
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import hashlib
 import inspect
 import linecache
+import operator
 import pathlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ncclep_py.compiled import KERNELS
 from ncclep_py.config import Layout
+from ncclep_py.device_library import uses_network
 from ncclep_py.errors import EpError, EpRefusedError
-from ncclep_py.kernels.ops import OPS, Vocabulary
+from ncclep_py.kernels.ops import NET_OPS, OPS, Vocabulary
 
 if TYPE_CHECKING:
     from ncclep_py.group import Group
@@ -115,26 +118,44 @@ def check_factory(factory: Factory, shape: Any, parameters: tuple[str, ...] | No
         TypeError, ValueError: it makes no kernel, or one that does not take `parameters`, those of kernel `of`.
         AttributeError: it uses an operation that does not exist.
     """
-    called = name_of(factory)
+    _check_takes(factory)
+    kernel = _checked_kernel(factory, factory(shape, _names_only(of)))
+    takes = tuple(inspect.signature(kernel).parameters)
+    if parameters is not None and takes != parameters:
+        raise ValueError(f"the kernel of {name_of(factory)} must take the parameters of {of}, in their order: {', '.join(parameters)}"
+                         f" ({_difference(parameters, takes)})")
+    return takes
+
+
+def _check_takes(factory: Factory) -> None:
     try:
         inspect.signature(factory).bind(None, None)
     except TypeError:
-        raise TypeError(f"{called} must take (shape, ops), it takes {inspect.signature(factory)}") from None
-    kernel = factory(shape, Vocabulary({name: _never(name) for name in OPS}))
+        raise TypeError(f"{name_of(factory)} must take (shape, ops), it takes {inspect.signature(factory)}") from None
+
+
+def _checked_kernel(factory: Factory, kernel: Any) -> Callable[..., None]:
+    """`kernel`, if it is a function that could be compiled."""
+    called = name_of(factory)
     if not isinstance(kernel, types.FunctionType):
         raise TypeError(f"{called} must return the kernel, a function, it returns {type(kernel).__name__}")
     for name, cell in zip(kernel.__code__.co_freevars, kernel.__closure__ or (), strict=True):
         if isinstance(cell.cell_contents, Vocabulary):
-            used = sorted(_names(kernel.__code__) & OPS.keys())
+            used = sorted(_names(kernel.__code__) & (OPS | NET_OPS).keys())
             raise ValueError(f"the kernel of {called} uses {name}.{used[0] if used else 'operation'}; a compiled kernel knows local names only: "
                              f"write `{used[0] if used else 'operation'} = {name}.{used[0] if used else 'operation'}` in {called} before it")
-    takes = tuple(inspect.signature(kernel).parameters)
-    if parameters is not None and takes != parameters:
-        missing, unknown = [p for p in parameters if p not in takes], [p for p in takes if p not in parameters]
-        differs = "; ".join(f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names)
-        raise ValueError(f"the kernel of {called} must take the parameters of {of}, in their order: {', '.join(parameters)}"
-                         f" ({differs or 'the order differs'})")
-    return takes
+    return kernel
+
+
+def _difference(expected: tuple[str, ...], given: tuple[str, ...]) -> str:
+    """What is wrong with names `given`."""
+    missing, unknown = [p for p in expected if p not in given], [p for p in given if p not in expected]
+    return "; ".join(f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names) or "the order differs"
+
+
+def _names_only(kernel: str) -> Vocabulary:
+    """The operations that `kernel` is linked with, which cannot be called."""
+    return Vocabulary({name: _never(name) for name in (OPS | NET_OPS if uses_network(kernel) else OPS)})
 
 
 def _never(name: str) -> Callable[..., int]:
@@ -158,6 +179,10 @@ def register_kernel(name: str, factory: Factory | str, parameters: tuple[str, ..
         factory: ``make(shape, ops)``, or ``"file.py:make"``.
         parameters: of a kernel with a new name: what it takes, in order. One of ours keeps its own.
 
+    Raises:
+        TypeError, ValueError: the factory is none, or its kernel takes others than `parameters`; of a factory that makes no kernel for a small group
+            this is said when it makes one.
+
     Example:
         >>> import ncclep_py as ep
         >>> ep.register_kernel("ll_combinee", lambda shape, ops: None)
@@ -169,7 +194,49 @@ def register_kernel(name: str, factory: Factory | str, parameters: tuple[str, ..
         raise ValueError(f"parameters must be given for {name!r}, since no kernel of that name is known{nearest(name, list(KERNELS))}")
     if not name.isidentifier():
         raise ValueError(f"name must be an identifier, got {name!r}")
-    KERNELS[name] = (made, tuple(parameters) if parameters is not None else KERNELS[name][1])
+    takes = tuple(parameters) if parameters is not None else KERNELS[name][1]
+    KERNELS[name] = (_checked_factory(name, made, takes), takes)
+
+
+def _checked_factory(name: str, factory: Factory, parameters: tuple[str, ...]) -> Factory:
+    """`factory`, checked against `parameters` now if it makes a kernel for some small group, else whenever it makes one: a kernel is launched by
+    position, so names in another order would give it the wrong values."""
+    _check_takes(factory)
+    for shape in _small_shapes():
+        try:
+            kernel = factory(shape, _names_only(name))
+        except Exception:   # noqa: BLE001, S112  (made for another group)
+            continue
+        _check_parameters(factory, _checked_kernel(factory, kernel), parameters)
+        return factory
+    return functools.partial(_make_checked, factory, parameters)
+
+
+def _make_checked(factory: Factory, parameters: tuple[str, ...], shape: Any, ops: Vocabulary) -> Callable[..., None]:
+    kernel = factory(shape, ops)
+    _check_parameters(factory, kernel, parameters)
+    return kernel
+
+
+def _check_parameters(factory: Factory, kernel: Callable[..., None], parameters: tuple[str, ...]) -> None:
+    takes = tuple(inspect.signature(kernel).parameters)
+    if takes != parameters:
+        raise ValueError(f"parameters must be those of the kernel of {name_of(factory)}, in their order: expected {', '.join(takes)}, "
+                         f"got {', '.join(parameters) or 'none'} ({_difference(takes, parameters)})")
+
+
+def _small_shapes() -> Iterator[Any]:
+    """Constants of the kernels of small groups, LL and HT."""
+    import torch
+
+    from ncclep_py.config import Algorithm, GroupConfig
+    from ncclep_py.kernels.ht_shape import HTShape
+    from ncclep_py.kernels.shape import KernelShape
+
+    low = GroupConfig(num_experts=4, max_dispatch_tokens_per_rank=2, hidden=8, num_topk=2, dtype=torch.float32)
+    yield KernelShape.build(low, 2, 2, 8)
+    high = dataclasses.replace(low, algorithm=Algorithm.HIGH_THROUGHPUT)
+    yield HTShape.build(high, 2, 2, 8, Layout.FLAT, 1, 1)
 
 
 # ---- in a group -----------------------------------------------------------------------------------------------------------
@@ -266,6 +333,11 @@ class OwnKernels:
             blocks: its grid; without it the group's ``num_blocks``.
             values: what the kernel takes, by name: tensors (their addresses) and ints. Known without: window, rank, local, record, timeout.
 
+        Raises:
+            TypeError: the factory is none, or a value is neither a tensor nor an int.
+            ValueError: the values are not those that the kernel takes.
+            RuntimeError: it does not compile.
+
         Example:
             >>> import torch
             >>> import ncclep_py as ep
@@ -297,6 +369,7 @@ class OwnKernels:
         if missing or unknown:
             told = "; ".join(f"{what}: {', '.join(n)}" for what, n in (("missing", missing), ("unknown", unknown)) if n)
             raise ValueError(f"values must name what the kernel of {name_of(made)} takes ({', '.join(takes)}): {told}")
+        mine = {name: _value(name, value) for name, value in values.items()}
         key = ("own", digest_of_factory(made), layout, blocks)
         if key not in group.own_loaded:
             if group.comm.capturing():
@@ -308,9 +381,18 @@ class OwnKernels:
             except Exception as e:
                 raise RuntimeError(f"{name_of(made)} does not compile: {_short(e)}") from e
         tensors = [v for v in values.values() if hasattr(v, "data_ptr")]
-        given = [v.data_ptr() if hasattr(v, "data_ptr") else int(v) for v in ((known | values)[p] for p in takes)]
+        given = [(known | mine)[p] for p in takes]
         group.keep(tensors)
         group.comm.submit(group.own_loaded[key], given, blocks or group.num_blocks, name_of(made), tensors)
+
+
+def _value(name: str, value: Any) -> int:
+    """What a kernel gets for a value of the caller's."""
+    if hasattr(value, "data_ptr"):
+        return value.data_ptr()
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a tensor or an int, got {type(value).__name__}: {value!r}")
+    return operator.index(value)
 
 
 def _short(error: BaseException) -> str:

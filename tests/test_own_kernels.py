@@ -6,13 +6,16 @@ import functools
 import importlib
 import json
 import pathlib
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ncclep_py import Algorithm, CombineOutputs, EpError, EpRefusedError, Group, GroupConfig, Layout, LocalWorld, compiled, launch
 from ncclep_py.kernels import ht_combine, ll_combine
+from ncclep_py.kernels.ll_net_dispatch import make_ll_net_dispatch
 from ncclep_py.kernels.shape import KernelShape
 from ncclep_py.own_kernels import digest_of_factory, register_kernel
 
@@ -216,6 +219,9 @@ def test_capture_and_compiler_errors_are_sentences(monkeypatch: pytest.MonkeyPat
 
 
 # ---- beside ours -----------------------------------------------------------------------------------------------------------
+ADDER_TAKES = ("window", "rank", "local", "record", "epoch", "timeout")
+
+
 def make_adder(shape: Any, ops: Any) -> Any:
     RANKS, HEADS, FAIL = shape.num_ranks, shape.window.heads, shape.local.fail
     warp_idx, publish_head, wait_heads = ops.warp_idx, ops.publish_head, ops.wait_heads
@@ -244,14 +250,97 @@ def test_a_kernel_beside_ours_runs_by_the_names_of_its_values() -> None:
         assert world.run(program) == [7] * 4
 
 
+@pytest.mark.parametrize(("value", "told"), [(1.5, "float: 1.5"), (True, "bool: True"), (None, "NoneType: None"), ("7", "str: '7'"),
+                                             (np.float32(2), "float32: np.float32(2.0)"), (np.bool_(True), "np.True_")])
+def test_run_kernel_takes_tensors_and_ints_only(value: Any, told: str) -> None:
+    def program(comm: Any) -> None:
+        with Group.create(comm, CONFIG) as group:
+            with pytest.raises(TypeError, match=f"epoch must be a tensor or an int, got .*{re.escape(told)}"):
+                group.run_kernel(make_adder, epoch=value, blocks=1)
+            group.run_kernel(make_adder, epoch=np.int64(7), blocks=1)
+            comm.synchronize()
+            group.check()
+            group.start_at(1)
+
+    with LocalWorld(2, "sim") as world:
+        world.run(program)
+
+
 def test_register_kernel_wants_parameters_for_a_new_name() -> None:
     register_kernel("ll_combine", ll_combine.make_ll_combine)
     assert launch.KERNELS["ll_combine"][1] == ll_combine.PARAMETERS
-    register_kernel("meets", make_adder, ("window",))
+    register_kernel("meets", make_adder, ADDER_TAKES)
     with pytest.raises(ValueError, match="parameters must be given for 'll_combin'.*did you mean ll_combine?"):
         register_kernel("ll_combin", make_adder)
     with pytest.raises(ValueError, match="name must be an identifier"):
-        register_kernel("a b", make_adder, ())
+        register_kernel("a b", make_adder, ADDER_TAKES)
+
+
+@pytest.mark.parametrize(("given", "differs"), [
+    ((*ADDER_TAKES[:4], "bogus", "timeout"), "missing: epoch; unknown: bogus"), (ADDER_TAKES[:-1], "missing: timeout"),
+    ((*ADDER_TAKES, "more"), "unknown: more"), (ADDER_TAKES[::-1], "the order differs"), ((), f"missing: {', '.join(ADDER_TAKES)}")])
+def test_register_kernel_refuses_parameters_that_are_not_the_kernels(given: tuple[str, ...], differs: str) -> None:
+    sentence = (f"parameters must be those of the kernel of make_adder, in their order: expected {', '.join(ADDER_TAKES)}, "
+                f"got {', '.join(given) or 'none'} ({differs})")
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        register_kernel("meets", make_adder, given)
+    assert "meets" not in launch.KERNELS
+    with pytest.raises(ValueError, match="expected window, .*epoch, timeout, got window, rank.*missing: epoch"):
+        register_kernel("ll_combine", make_adder)   # whose parameters are kept
+    with pytest.raises(TypeError, match="no_kernel must return the kernel, a function, it returns int"):
+        register_kernel("meets", no_kernel, ())
+    with pytest.raises(TypeError, match=r"takes_one must take \(shape, ops\)"):
+        register_kernel("meets", takes_one, ())
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_parameters_of_a_kernel_for_some_groups_only_are_checked_when_it_is_made(swap: bool) -> None:
+    def make_for_three(shape: Any, ops: Any) -> Any:
+        if shape.num_ranks != 3:
+            raise ValueError("three ranks")
+        return make_adder(shape, ops)
+
+    given = tuple(reversed(ADDER_TAKES)) if swap else ADDER_TAKES
+    register_kernel("meets", make_for_three, given)
+
+    def program(comm: Any) -> None:
+        comm.kernel("meets", KernelShape.build(GroupConfig(**SMALL | {"num_experts": 3}), 3, 2, 8), 0, 1)
+
+    with LocalWorld(3, "sim") as world:
+        if not swap:
+            world.run(program)
+            return
+        with pytest.raises(ValueError, match=r"kernel of make_for_three, in their order: expected window, .*, got timeout, .*\(the order differs\)"):
+            world.run(program)
+
+
+@pytest.mark.parametrize("change", [lambda names: names[::-1], lambda names: names[:-1]], ids=["reordered", "incomplete"])
+@pytest.mark.parametrize("lesson", ["lesson_01_peer_store_and_signal", "lesson_07_write_your_own_kernel"])
+def test_parameters_of_a_lesson_are_checked_in_the_simulator(lesson: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent.parent / "scripts"))
+    module = importlib.import_module(lesson)
+    monkeypatch.setattr(module, "PARAMETERS", change(module.PARAMETERS))
+    monkeypatch.setattr("sys.argv", [lesson])
+    with pytest.raises(ValueError, match=r"in their order: expected window, rank, local, record, .*timeout, got "):
+        module.main()
+
+
+def test_a_kernel_over_several_teams_is_replaced_too() -> None:
+    def program(comm: Any) -> None:
+        ids = torch.tensor([[comm.rank], [3 - comm.rank]])
+        with Group.create(comm, GroupConfig(**SMALL)) as group, group.create_handle(Layout.EXPERT_MAJOR, ids) as handle:
+            group.use_kernel("ll_net_dispatch", counted)
+            received = handle.dispatch(torch.ones(2, 8) * (comm.rank + 1))
+            assert received.tokens[0, :2, 0].tolist() == sorted([comm.rank + 1.0, 4.0 - comm.rank])
+
+    def counted(shape: Any, ops: Any) -> Any:
+        counted.calls = getattr(counted, "calls", 0) + 1
+        return make_ll_net_dispatch(shape, ops)
+
+    with LocalWorld(4, "sim", team_size=2) as world:
+        world.run(program)
+    assert counted.calls >= 2 * 4
+    register_kernel("ll_net_dispatch", make_ll_net_dispatch)   # is known to this process alike
 
 
 # ---- what decides the code --------------------------------------------------------------------------------------------------
