@@ -22,12 +22,14 @@ from ncclep_py.config import Algorithm, GroupConfig, Layout, TokenType
 from ncclep_py.kernels.shape import Wire
 from ncclep_py.recipes import check_forwardable, check_quantisable
 from ncclep_py.recording import kernels_of
-from ncclep_py.toolchain import capability
+from ncclep_py.toolchain import capability, compiler_archs
 from ncclep_py.topology import Topology
 
 __all__ = ["add_arguments", "build", "main"]
 
 GPU_SMS = 132
+LEAST_CAPABILITY = (8, 0)
+"""The device functions use `redux`."""
 OPTIONS = {"num_experts": "--experts", "max_dispatch_tokens_per_rank": "--tokens", "hidden": "--hidden", "num_topk": "--topk", "dtype": "--dtype",
            "algorithm": "--algorithm"}
 """Fields of GroupConfig with an option of their own."""
@@ -70,10 +72,10 @@ def _wires(recipes: list[str], hidden: int) -> list[Wire]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `compile`."""
-    parser.add_argument("--arch", default="sm_90", help="architectures, separated by commas (default sm_90)")
+    parser.add_argument("--arch", default="sm_90", help="architectures, separated by commas, sm_80 or newer (default sm_90)")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where to put the cubins")
     parser.add_argument("--ranks", type=int, default=8, help="number of ranks (default 8)")
-    parser.add_argument("--team", type=int, help="ranks that can address each other's memory (default: all)")
+    parser.add_argument("--team", type=int, help="ranks that can address each other's memory (default: all; several teams need kernels of their own)")
     parser.add_argument("--algorithm", choices=("ll", "ht"), default="ll", help="default ll")
     parser.add_argument("--layout", action="append", choices=("expert_major", "rank_major", "flat"), help="of handles; repeatable (default: all)")
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of a rank (default 128)")
@@ -108,6 +110,23 @@ def _config(options: argparse.Namespace) -> GroupConfig:
                        dtype=TokenType[options.dtype.upper()].torch_dtype(), algorithm=algorithm, **more)
 
 
+def _check_archs(archs: list[str]) -> None:
+    """``ValueError`` for an architecture no kernel can be compiled for; without a compiler only for what is none."""
+    allowed = [arch for arch in compiler_archs() if capability(arch) >= LEAST_CAPABILITY]
+    for arch in archs:
+        if allowed and capability(arch) not in map(capability, allowed):
+            raise ValueError(f"--arch must be of {', '.join(allowed)}, got {arch}")
+        capability(arch)
+
+
+def _made_for(config: GroupConfig, topology: Topology, archs: list[str]) -> str:
+    """What the kernels fit, in a line: sizes are constants in them."""
+    teams = "one team" if topology.num_teams == 1 else f"{topology.num_teams} teams of {topology.team_size}"
+    return (f"{', '.join(archs)}; {config.algorithm.name}, {topology.num_ranks} ranks in {teams}, {config.num_experts} experts, "
+            f"top {config.num_topk}, {config.max_dispatch_tokens_per_rank} tokens of a rank, hidden {config.hidden}, "
+            f"{config.token_type.name.lower()}")
+
+
 def _check(options: argparse.Namespace, config: GroupConfig, wires: list[Wire]) -> None:
     """``ValueError`` for kernels no handle of the group could use."""
     high = config.algorithm is Algorithm.HIGH_THROUGHPUT
@@ -129,8 +148,7 @@ def main(options: argparse.Namespace) -> int:
     """Compile; 2 for what is asked wrongly, 1 for what this machine cannot do."""
     try:
         archs = options.arch.split(",")
-        for arch in archs:
-            capability(arch)
+        _check_archs(archs)
         topology = Topology(options.ranks, options.ranks if options.team is None else options.team)
         layouts = [Layout[name.upper()] for name in options.layout or ()]
         more: dict[str, Any] = {"layouts": layouts, "wires": _wires(options.recipe, options.hidden), "alignment": options.alignment,
@@ -151,8 +169,10 @@ def main(options: argparse.Namespace) -> int:
         files = build(config, topology, archs, options.out, options.gpu_sms, None if options.json else _say, **more)
     except (ImportError, RuntimeError, NotImplementedError) as e:
         return _failed(options, str(e), 1)
-    told = {"ok": True, "out": str(options.out), "files": [f.name for f in files], "nccl": prebuilt.nccl_version()}
-    sys.stdout.write(json.dumps(told) + "\n" if options.json else f"{len(files)} cubins; use them with {prebuilt.VARIABLE}={options.out}\n")
+    made_for = _made_for(config, topology, archs)
+    told = {"ok": True, "out": str(options.out), "files": [f.name for f in files], "nccl": prebuilt.nccl_version(), "made_for": made_for}
+    sys.stdout.write(json.dumps(told) + "\n" if options.json else
+                     f"{len(files)} cubins for {made_for}\nuse them with {prebuilt.VARIABLE}={options.out}\n")
     return 0
 
 

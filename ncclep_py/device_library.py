@@ -63,7 +63,7 @@ def check_linker(library: Path, made: tuple[int, int] | None, linker: tuple[int,
     wanted = pair_text(made)
     raise RuntimeError(f"{library} was made by CUDA {wanted}, which nvJitLink {pair_text(linker)} cannot link: kernels for several teams need "
                        f"nvJitLink of CUDA {made[0]}, {wanted} or newer (pip install '{package}>={wanted},<{made[0] + 1}'), or cubins made where it "
-                       "is (python -m ncclep_py compile --arch ... --out FOLDER, then NCCLEP_CUBIN_DIR=FOLDER)")
+                       "is (python -m ncclep_py compile --arch ... --ranks ... --team ... --out FOLDER, then NCCLEP_CUBIN_DIR=FOLDER)")
 
 
 @functools.cache

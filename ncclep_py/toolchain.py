@@ -29,6 +29,7 @@ __all__ = [
     "check_loaded_nccl",
     "chosen_compiler",
     "compile_device",
+    "compiler_archs",
     "device_source",
     "include_folders",
     "kernel_compiler",
@@ -199,6 +200,16 @@ def compile_device(arch: str, output: str = "ltoir", source: str | None = None, 
         return bytes(made)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def compiler_archs() -> list[str]:
+    """Architectures NVRTC knows, ``sm_80`` and so on, ascending; none without NVRTC."""
+    try:
+        from cuda.bindings import nvrtc
+
+        return [f"sm_{number}" for number in sorted(_nvrtc(nvrtc.nvrtcGetSupportedArchs()))]
+    except (ImportError, RuntimeError):
+        return []
 
 
 def _nvrtc(result: tuple) -> Any:

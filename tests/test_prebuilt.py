@@ -290,6 +290,23 @@ def test_compile_command(capsys, tmp_path):
     assert all(p.stat().st_mode & 0o444 == 0o444 for p in (tmp_path / "c").iterdir())
 
 
+@pytest.mark.parametrize(("team", "told"), [((), "2 ranks in one team, "), (("--team", "1"), "2 ranks in 2 teams of 1, ")])
+def test_what_was_made_is_told(capsys, tmp_path, monkeypatch, team, told):
+    monkeypatch.setattr("ncclep_py.compile.build", lambda *args, **more: [tmp_path / "a"])
+    words = ("--out", str(tmp_path), *SIZES, *team)
+    says = f"sm_90; LOW_LATENCY, {told}8 experts, top 2, 4 tokens of a rank, hidden 256, bf16"
+    assert run(capsys, *words)[1].out == f"1 cubins for {says}\nuse them with NCCLEP_CUBIN_DIR={tmp_path}\n"
+    assert json.loads(run(capsys, *words, "--json")[1].out)["made_for"] == says
+
+
+@pytest.mark.parametrize("arch", ["sm_99", "sm_90,sm_99", "sm_75", "sm_99a"])
+def test_an_architecture_that_is_none(capsys, tmp_path, arch):
+    """NVRTC knows sm_75, but the device functions do not fit it."""
+    code, out = run(capsys, "--out", str(tmp_path / "c"), "--arch", arch, *SIZES)
+    assert code == 2 and out.err.startswith("--arch must be of sm_80, ") and out.err.endswith(f", got {arch.split(',')[-1]}\n")
+    assert ", sm_90, " in out.err and not (tmp_path / "c").exists()
+
+
 def test_list(capsys, tmp_path):
     more = ("--layout", "rank_major", "--config", "num_staging_slots=2", "--recipe", "nvfp4", "--hidden", "512")
     code, out = run(capsys, "--out", str(tmp_path), "--list", *SIZES, *more)
