@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -19,6 +21,9 @@ COMMANDS = {
     "vocabulary": "the operations kernels are written in, with both implementations",
 }
 """Each is a module of this package with `add_arguments(parser)` and `main(options)`, imported only if asked for."""
+
+READER_GONE = 141
+"""As a shell counts the end by SIGPIPE."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,7 +51,30 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command; returns the exit code, `READER_GONE` if nobody reads on (``| head -1``)."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_gone():   # another pipe
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # for what the interpreter writes at its end
+        return READER_GONE
+
+
+def _reader_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):   # no file
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in words if not word.startswith("-")), None)
     Parser.as_json = "--json" in words and command != "bench"   # which writes a file

@@ -104,6 +104,8 @@ def main(args: argparse.Namespace) -> int:
             if args.trace:
                 write_chrome_trace(seen.events, args.trace, simulated=result["backend"] == "sim")
             return _report(args, result, seen)
+        except BrokenPipeError:   # nobody reads on
+            raise
         except (ValueError, TypeError, OSError, NotImplementedError, RuntimeError, ImportError) as e:
             problem = f"{type(e).__name__}: {e}"
     if args.json:
@@ -137,7 +139,10 @@ def _job(args: argparse.Namespace) -> Job:
 
 def _words(path: str | None) -> list[str]:
     """Words and punctuation marks of the text."""
-    text = TEXT if path is None else pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
+    try:
+        text = TEXT if path is None else pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as e:
+        raise ValueError(f"--text must be a file that can be read, got {path} ({e.strerror})") from e
     words = re.findall(r"\w+|[^\w\s]", text)
     if not words:
         raise ValueError(f"--text must hold at least one word, got {path} with none")

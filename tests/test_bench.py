@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -143,11 +144,14 @@ def test_the_command_writes_a_record_without_times_in_the_simulator(tmp_path: pa
     assert capsys.readouterr().out.count("verified") == 8
 
 
-def test_a_failed_case_is_a_row_and_an_exit_code(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_case_is_a_row_and_an_exit_code(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise ValueError("it fell over")
+
+    monkeypatch.setattr("ncclep_py.bench.worlds.Worlds.answers", fail)
     file = tmp_path / "r.json"
-    words = [*SIM, "--algorithm", "ll", "--layout", "expert_major", "--tokens", "3", "--routing", "nowhere.pt", "--json", str(file)]
-    assert command_line(words) == 1
-    assert "routing must be one of uniform" in record.read(file)["rows"][0]["error"] and "nowhere.pt" in capsys.readouterr().out
+    assert command_line([*SIM, "--algorithm", "ll", "--layout", "expert_major", "--tokens", "3", "--json", str(file)]) == 1
+    assert "it fell over" in record.read(file)["rows"][0]["error"] and "ValueError: it fell over" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("words", "said"), [
@@ -155,10 +159,16 @@ def test_a_failed_case_is_a_row_and_an_exit_code(tmp_path: pathlib.Path, capsys:
     (["bench", "dance"], "action must be run, compare or report, got dance"),
     ([*SIM, "--mode", "processes"], "the simulator has all ranks in one process, got mode processes"),
     ([*SIM, "--algorithm", "ll", "--layout", "flat"], "no layout of ll was asked for"), ([*SIM, "--experts", "9"], "multiple of ranks, 4, got 9"),
+    ([*SIM, "--routing", "zzz"], "routing must be one of uniform, zipf, one_rank, group_limited or a file of bench.routing.record, got zzz: "),
+    ([*SIM, "--routing", "uniform", "zzz"], "got zzz: "), ([*SIM, "--routing", "group_limited"], "got 8 experts and topk 2"),
+    ([*SIM, "--routing", "one_rank", "--topk", "3"], "routing one_rank needs topk to be at most the 2 experts of a rank, got 3"),
+    ([*SIM, "--hidden", "63"], "hidden must make rows of a multiple of 16 bytes, got 63 x 2 = 126 bytes"),
+    ([*SIM, "--hidden", "64", "63"], "got 63 x 2 = 126 bytes"),
     (["bench", "--compare", "/nowhere.json"], "cannot be read as a record")])
 def test_bad_command_lines_are_sentences(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line(words) == 2
-    assert said in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert said in told.err and told.err.count("\n") == 1 and not told.out
 
 
 def test_a_record_of_something_else_is_refused(tmp_path: pathlib.Path) -> None:
@@ -189,7 +199,18 @@ def row(median: float | None = 100.0, spread: float = 0.0, **changes: Any) -> di
 def test_verdicts(after: dict[str, Any], word: str) -> None:
     verdicts = compare.compare({"rows": [row()]}, {"rows": [after]})
     assert verdicts[0].word == word and verdicts[0].bad == (word in ("slower", "wrong", "missing"))
-    assert word in compare.lines(verdicts)[0].split()
+    assert re.match(rf" *\S+ +\S+ +(\S+ %)?  {word} +ncclep_py ll, ", compare.lines(verdicts)[1])
+
+
+def test_a_comparison_has_a_header_and_lines_of_a_terminal() -> None:
+    before, after = (row(t, routing="/recorded/of/a/model/with/a/long/name/" * 3, recipe="quant_fwd", hidden=512, mode="processes", backend="nccl")
+                     for t in (100.0, 150.0))
+    header, *told = compare.lines(compare.compare({"rows": [before, row()]}, {"rows": [after]}))
+    assert header.split() == ["before", "us", "after", "us", "change", "verdict", "case", "(figure:", "reason)"]
+    assert max(map(len, told)) < 160 and len(told) > 2 and " ".join(" ".join(told).split()).startswith("100.0 150.0 +50.0 % slower ncclep_py ll, ")
+    assert [line.index("ncclep_py") for line in told if "ncclep_py" in line] == [header.index("case")] * 2
+    assert " ".join(" ".join(told).split()).endswith(" simulated (chained_pair: only in the first record)")
+    assert compare.lines([]) == []
 
 
 def test_what_was_wrong_before_is_new_or_still_wrong() -> None:

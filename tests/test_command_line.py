@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from ncclep_py.__main__ import COMMANDS, main
+from ncclep_py.__main__ import COMMANDS, READER_GONE, main
 
 COMPILE = "compile --out unused --list --ranks 2 --experts 4 --topk 2 --tokens 4 --hidden 512"
 BAD = {
@@ -17,7 +20,8 @@ BAD = {
     "demo --backend sim --seed 9223372036854775808": "--seed must fit 64 bits, got 9223372036854775808",
     "demo --backend sim --team -2": "--team must be at least 1, got -2",
     "demo --backend sim --topk 9": "--topk must be at most --experts = 8, got 9",
-    "demo --backend sim --text nosuch.txt": "No such file or directory: 'nosuch.txt'",
+    "demo --backend sim --text nosuch.txt": "--text must be a file that can be read, got nosuch.txt (No such file or directory)",
+    "demo --backend sim --text .": "--text must be a file that can be read, got . (Is a directory)",
     "demo --layout flat": "--layout flat is for --algorithm ht",
     "bench nosuch": "action must be run, compare or report, got nosuch",
     "bench --backend sim --json nosuch/x.json": "argument --json: cannot write nosuch/x.json:",
@@ -102,8 +106,8 @@ def test_a_file_of_something_else(content: bytes, capsys: pytest.CaptureFixture[
     for line in ("bench compare x x", "bench report x", "bench --backend sim --compare x"):
         code, _, told = outcome(line.split(), capsys)
         assert code == 2 and "x " in told and "record" in told and len(told.splitlines()) == 1, told
-    code, out, _ = outcome("bench --backend sim --algorithm ll --layout expert_major --tokens 2 --routing x".split(), capsys)
-    assert code == 1 and "or a file of bench.routing.record, got x: " in out   # a row of the record, beside those that went well
+    code, _, told = outcome("bench --backend sim --algorithm ll --layout expert_major --tokens 2 --routing x".split(), capsys)
+    assert code == 2 and "or a file of bench.routing.record, got x: " in told and len(told.splitlines()) == 1
 
 
 def test_recipes_that_fit_are_taken(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -111,3 +115,34 @@ def test_recipes_that_fit_are_taken(capsys: pytest.CaptureFixture[str], monkeypa
     for more in ("--recipe quant_fwd:512:16 --recipe ds_fp8 --recipe nvfp4", "--recipe quant_fwd:512:16 --algorithm ht --alignment 4"):
         code, out, err = outcome(f"{COMPILE} {more}".split(), capsys)
         assert code == 0 and "_dispatch" in out, err
+
+
+# ---- a reader that goes -------------------------------------------------------------------------------------------------------
+LONG = ("vocabulary", "vocabulary wait_arrived", "explain protocol", "doctor", "plan --ranks 16", f"{COMPILE}", "--help", "bench --help",
+        "demo --backend sim --ranks 2 --text README.md --hidden 8", "bench --backend sim --algorithm ll --layout rank_major --tokens 1")
+
+
+@pytest.mark.parametrize("line", LONG)
+def test_a_reader_that_goes_is_no_error(line: str, tmp_path: Path) -> None:
+    """As with ``| head -1``, but gone before the first byte."""
+    read, write = os.pipe()
+    os.close(read)
+    (tmp_path / "README.md").write_text("two words")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-m", "ncclep_py", *line.split()], stdout=write, stderr=subprocess.PIPE, text=True, timeout=120,
+                          cwd=tmp_path, env=environment, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0 if "--help" in line else READER_GONE, "")   # argparse takes no notice of what it cannot write
+
+
+def test_every_command_has_such_a_reader() -> None:
+    assert {line.split()[0] for line in LONG} >= COMMANDS.keys()
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("ncclep_py.plan.main", fail)
+    with pytest.raises(BrokenPipeError):
+        main(["plan", "--ranks", "2"])

@@ -66,6 +66,8 @@ class Case:
             raise ValueError(f"experts must be a multiple of ranks, {self.ranks}, got {self.experts}")
         if self.topk > self.experts:
             raise ValueError(f"topk must be at most experts, {self.experts}, got {self.topk}")
+        if self.row_bytes % 16:
+            raise ValueError(f"hidden must make rows of a multiple of 16 bytes, got {self.hidden} x {self.itemsize} = {self.row_bytes} bytes")
         if self.recipe != "none" and self.dtype != "bf16":
             raise ValueError(f"recipe {self.recipe} needs dtype bf16, got {self.dtype}")
         if self.recipe != "none" and self.hidden % 512:

@@ -9,13 +9,15 @@
     torchrun --nproc-per-node 8 -m ncclep_py bench --json now.json  # a rank per GPU
 
 Without a GPU it runs in the simulator at toy sizes: everything is checked and nothing is timed. With ``--mode processes`` and several ranks on one
-GPU start NVIDIA's MPS first, else their kernels take turns. Exit code 1 if a result was wrong, a case failed, or something became slower.
+GPU start NVIDIA's MPS first, else their kernels take turns. Exit code 1 if a result was wrong, a case failed, or, compared with an earlier record,
+something became slower or a case of that record is missing; 2 for a command line that makes no sense.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import itertools
 import os
@@ -29,7 +31,7 @@ from ncclep_py.bench import compare as comparison
 from ncclep_py.bench import record as records
 from ncclep_py.bench.case import DTYPES, RECIPES, Case
 from ncclep_py.bench.peers import PEERS, why_not
-from ncclep_py.bench.routing import ROUTINGS
+from ncclep_py.bench.routing import ROUTINGS, check_routing
 from ncclep_py.bench.table import line, table
 from ncclep_py.bench.traces import write_traces
 from ncclep_py.bench.worlds import Worlds
@@ -73,9 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 # ---- what to run ---------------------------------------------------------------------------------------------------------------
 def cases(options: argparse.Namespace, backend: str, mode: str, gpus: int) -> list[Case]:
-    """Every combination the command line asks for that makes sense; ``ValueError`` if none does, with the reason of the first."""
+    """Every combination the command line asks for that makes sense; ``ValueError`` if none does, or none with some routing or number of columns, with
+    the reason of the first."""
     base = REAL if backend == "nccl" else TOY
-    made, reasons = [], []
+    made: list[Case] = []
+    reasons: list[tuple[str, int, str]] = []
+    check = functools.cache(check_routing)   # a recorded one is read once
     for algorithm in options.algorithm:
         layouts = [x for x in (options.layout or BOTH_LAYOUTS[algorithm]) if x in BOTH_LAYOUTS[algorithm]]
         values = [getattr(options, name) or [base[name]] for name in ("ranks", "experts", "topk", "hidden", "sms")]
@@ -84,12 +89,17 @@ def cases(options: argparse.Namespace, backend: str, mode: str, gpus: int) -> li
             ranks, experts, topk, hidden, sms = sizes
             aligned = options.alignment if algorithm == "ht" and layout == "expert_major" else 0
             try:
-                made.append(Case(algorithm, layout, ranks, experts, topk, hidden, tokens, sms, dtype, recipe, routing, aligned,
-                                 options.backward and algorithm == "ht", mode, backend, gpus))
+                case = Case(algorithm, layout, ranks, experts, topk, hidden, tokens, sms, dtype, recipe, routing, aligned,
+                            options.backward and algorithm == "ht", mode, backend, gpus)
+                check(routing, ranks, experts, topk)
+                made.append(case)
             except ValueError as e:
-                reasons.append(str(e))
+                reasons.append((routing, hidden, str(e)))
+    for routing, hidden, reason in reasons:
+        if not any(case.routing == routing for case in made) or not any(case.hidden == hidden for case in made):
+            raise ValueError(reason)
     if not made:
-        raise ValueError(reasons[0] if reasons else f"no layout of {', '.join(options.algorithm)} was asked for")
+        raise ValueError(f"no layout of {', '.join(options.algorithm)} was asked for")
     return made
 
 

@@ -7,14 +7,17 @@ figure both rows have.
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from typing import Any
 
 from ncclep_py.bench.record import key_of
 from ncclep_py.bench.statistics import Figure, differ
+from ncclep_py.bench.table import case_of
 
 __all__ = ["Verdict", "compare", "lines"]
 
 PREFERRED = ("chained_pair", "pair", "eager_pair")
+WIDTH = 158
 BAD = ("slower", "wrong", "missing")
 
 
@@ -67,14 +70,31 @@ def _judge(case: str, old: dict[str, Any] | None, new: dict[str, Any] | None) ->
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Verdict]:
     """All cases of both records, in the order of the first."""
     old, new = ({key_of(row): row for row in record["rows"]} for record in (before, after))
-    return [_judge(case, old.get(case), new.get(case)) for case in [*old, *(c for c in new if c not in old)]]
+    keys = [*old, *(key for key in new if key not in old)]
+    return [_judge(_name(old.get(key) or new[key]), old.get(key), new.get(key)) for key in keys]
+
+
+def _name(row: dict[str, Any]) -> str:
+    """A row's case for readers; its key if it is of no case there is now."""
+    try:
+        case = case_of(row)
+    except (KeyError, ValueError):
+        return key_of(row)
+    aligned = [f"alignment {case.alignment}"] * bool(case.alignment)
+    where = [case.mode, f"{case.gpus} GPU{'s' * (case.gpus > 1)}"] if case.backend == "nccl" else ["simulated"]
+    return ", ".join([f"{row['implementation']} {case.name()}", *aligned, *where])
 
 
 def lines(verdicts: list[Verdict]) -> list[str]:
-    """A line per case: before, after, change, word, case, reason."""
-    told = []
+    """A header and a line per case, a long one in several: before, after, change, word, case, reason; none for no case."""
+    told = [_columns("before us", "after us", "change", "verdict", "case (figure: reason)")] * bool(verdicts)
     for v in verdicts:
         old, new = ("-" if f is None else f"{f.median:.1f}" for f in (v.before, v.after))
         change = f"{100 * (v.after.median / v.before.median - 1):+.1f} %" if v.before and v.after else ""
-        told.append(f"{old:>9} {new:>9} {change:>9}  {v.word:<11} {v.case} ({v.figure}: {v.reason})")
+        why = f"{v.figure}: {v.reason}" if v.before or v.after else v.reason
+        told += textwrap.wrap(_columns(old, new, change, v.word, f"{v.case} ({why})"), WIDTH, subsequent_indent=_columns(*[""] * 5))
     return told
+
+
+def _columns(before: str, after: str, change: str, word: str, case: str) -> str:
+    return f"{before:>9} {after:>9} {change:>9}  {word:<11} {case}"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from ncclep_py.bench.case import Case
 
-__all__ = ["ROUTINGS", "Recorder", "expert_load", "record", "recorded_weights", "routing", "traffic"]
+__all__ = ["ROUTINGS", "Recorder", "check_routing", "expert_load", "record", "recorded_weights", "routing", "traffic"]
 
 ROUTINGS = {
     "uniform": "distinct experts, all alike",
@@ -28,6 +28,16 @@ def routing(case: Case, rank: int) -> torch.Tensor:
     return _seeded(case, rank).clone() if case.routing in ROUTINGS else _recorded(Path(case.routing), case, rank)
 
 
+def check_routing(routing: str, ranks: int, experts: int, topk: int) -> None:
+    """``ValueError`` for a routing that is none, or that does not fit."""
+    if routing == "one_rank" and topk > experts // ranks:
+        raise ValueError(f"routing one_rank needs topk to be at most the {experts // ranks} experts of a rank, got {topk}")
+    if routing == "group_limited":
+        _check_groups(experts, topk)
+    if routing not in ROUTINGS:
+        _check_recorded(Path(routing), _held(Path(routing)), experts, topk)
+
+
 @functools.lru_cache(maxsize=64)
 def _seeded(case: Case, rank: int) -> torch.Tensor:
     import torch
@@ -35,9 +45,9 @@ def _seeded(case: Case, rank: int) -> torch.Tensor:
     from ncclep_py.testing import random_routing
 
     tokens, topk, experts = case.tokens, case.topk, case.experts
+    if case.routing in ROUTINGS:
+        check_routing(case.routing, case.ranks, experts, topk)
     if case.routing == "one_rank":
-        if topk > case.local_experts:
-            raise ValueError(f"routing one_rank needs topk to be at most the {case.local_experts} experts of a rank, got {topk}")
         experts = case.local_experts
     if case.routing in ("uniform", "one_rank"):
         if tokens <= 4096 and case.algorithm == "ll":
@@ -50,6 +60,12 @@ def _seeded(case: Case, rank: int) -> torch.Tensor:
     return _group_limited(torch.rand(tokens, experts, generator=torch.Generator().manual_seed(rank + 5)), topk)
 
 
+def _check_groups(experts: int, topk: int) -> None:
+    if experts % GROUPS or experts // GROUPS < 2 or topk > CHOSEN_GROUPS * experts // GROUPS:
+        raise ValueError(f"routing group_limited needs experts in {GROUPS} groups of at least 2 and topk within {CHOSEN_GROUPS} of them, "
+                         f"got {experts} experts and topk {topk}")
+
+
 def _gumbel(uniform: torch.Tensor) -> torch.Tensor:
     """Gumbel noise: the top k of it plus log-weights are k draws without replacement."""
     return -(-uniform.clamp(1e-9, 1 - 1e-7).log()).log()
@@ -58,13 +74,9 @@ def _gumbel(uniform: torch.Tensor) -> torch.Tensor:
 def _group_limited(scores: torch.Tensor, topk: int) -> torch.Tensor:
     """The gating of the DeepSeek-V3 report (arXiv 2412.19437, 2.1.2), without its bias."""
     tokens, experts = scores.shape
-    groups = GROUPS if experts % GROUPS == 0 and experts // GROUPS >= 2 and topk <= CHOSEN_GROUPS * experts // GROUPS else 1
-    if groups == 1:
-        raise ValueError(f"routing group_limited needs experts in {GROUPS} groups of at least 2 and topk within {CHOSEN_GROUPS} of them, "
-                         f"got {experts} experts and topk {topk}")
-    by_group = scores.view(tokens, groups, -1)
+    by_group = scores.view(tokens, GROUPS, -1)
     chosen = by_group.topk(2, 2).values.sum(2).topk(CHOSEN_GROUPS, 1).indices
-    open_to = by_group.new_full((tokens, groups), float("-inf")).scatter(1, chosen, 0.0)
+    open_to = by_group.new_full((tokens, GROUPS), float("-inf")).scatter(1, chosen, 0.0)
     return (by_group + open_to[:, :, None]).view(tokens, experts).topk(topk, 1).indices
 
 
@@ -153,6 +165,12 @@ def _held(path: Path) -> dict[str, Any]:
     return held
 
 
+def _check_recorded(path: Path, held: dict[str, Any], experts: int, topk: int) -> None:
+    ids = held["topk_idx"]
+    if (held["num_experts"], ids.shape[1]) != (experts, topk) or not len(ids):
+        raise ValueError(f"{path} holds {len(ids)} tokens with {ids.shape[1]} of {held['num_experts']} experts, the case has {topk} of {experts}")
+
+
 def _part(case: Case, rank: int, tokens: int) -> torch.Tensor:
     """Which of `tokens` recorded tokens are a rank's: consecutive ones, from the start again where the recording ends."""
     import torch
@@ -164,10 +182,8 @@ def _recorded(path: Path, case: Case, rank: int) -> torch.Tensor:
     import torch
 
     held = _held(path)
+    _check_recorded(path, held, case.experts, case.topk)
     ids = held["topk_idx"].to(torch.int64)
-    experts, topk = held["num_experts"], ids.shape[1]
-    if (experts, topk) != (case.experts, case.topk) or not len(ids):
-        raise ValueError(f"{path} holds {len(ids)} tokens with {topk} of {experts} experts, the case has {case.topk} of {case.experts}")
     return ids[_part(case, rank, len(ids))]
 
 
