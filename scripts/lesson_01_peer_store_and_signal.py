@@ -19,6 +19,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+import in_environment  # noqa: F401
 import torch
 
 from ncclep_py import Group, GroupConfig, LocalWorld, launch

@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 
+import in_environment  # noqa: F401
 import lesson_01_peer_store_and_signal as lesson_01
 
 from ncclep_py import LocalWorld

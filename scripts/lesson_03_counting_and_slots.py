@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import in_environment  # noqa: F401
 import torch
 
 from ncclep_py import Group, GroupConfig, Layout, LocalWorld

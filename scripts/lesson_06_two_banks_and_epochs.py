@@ -20,6 +20,7 @@ import argparse
 import textwrap
 from typing import Any
 
+import in_environment  # noqa: F401
 import torch
 
 from ncclep_py import Group, GroupConfig, Layout, LocalWorld

@@ -27,6 +27,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import in_environment  # noqa: F401
+
 from ncclep_py import GroupConfig, LocalWorld, launch
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.shape import KernelShape

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import in_environment  # noqa: F401
 import torch
 
 from ncclep_py import Algorithm, Group, GroupConfig, Layout, LocalWorld

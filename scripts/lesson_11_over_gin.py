@@ -25,6 +25,7 @@ import sys
 from typing import Any
 from unittest import mock
 
+import in_environment  # noqa: F401
 import numpy as np
 import torch
 

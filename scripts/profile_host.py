@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import in_environment  # noqa: F401
 import torch
 
 from ncclep_py import CombineOutputs, Group, GroupConfig, Layout, LocalWorld

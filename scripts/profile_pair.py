@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import in_environment  # noqa: F401
 import torch
 
 from ncclep_py import Algorithm, DispatchInputs, Group, GroupConfig, Layout, LocalWorld

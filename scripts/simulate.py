@@ -15,6 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import in_environment  # noqa: F401
+
 from ncclep_py.config import GroupConfig  # noqa: E402
 from ncclep_py.simulator import Simulator  # noqa: E402
 from ncclep_py.simulator.program import Program  # noqa: E402

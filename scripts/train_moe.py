@@ -20,6 +20,7 @@ import pathlib
 import sys
 from typing import Any
 
+import in_environment  # noqa: F401
 import torch
 import torch.distributed as dist
 

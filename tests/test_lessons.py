@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import runpy
+import subprocess
 import sys
 from typing import Any
 
@@ -47,11 +48,30 @@ def test_lessons_are_numbered_without_a_gap() -> None:
 def test_form(path: pathlib.Path) -> None:
     text = path.read_text()
     number = int(path.stem.split("_")[1])
-    assert text.startswith(f'"""Lesson {number}: ') and text.count("\n") <= 120
+    assert text.startswith(f'"""Lesson {number}: ') and text.count("\n") <= 125
     assert f"    python3 scripts/{path.name}" in text and "Look at:" in text.split('"""')[1]
     assert "assert " in text
     for other in re.findall(r"\blesson (\d+)\b", text):
         assert int(other) <= len(LESSONS), f"{path.name} names lesson {other}, which is not there"
+
+
+HINTED = [*LESSONS, *(SCRIPTS / f"{name}.py" for name in ("edit_to_result", "profile_pair", "profile_host", "simulate", "train_moe"))]
+
+
+@pytest.mark.parametrize("path", HINTED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("made", [False, True], ids=["no .venv", "a .venv"])
+def test_a_python_without_torch_is_told_which_has_it(path: pathlib.Path, made: bool, tmp_path: pathlib.Path) -> None:
+    if made:
+        (tmp_path / "venv" / "bin").mkdir(parents=True)
+        (tmp_path / "venv" / "bin" / "python").touch()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"NCCLEP_VENV": str(tmp_path / "venv")}
+    done = subprocess.run([sys.executable, "-S", f"scripts/{path.name}", "--backend", "sim"], cwd=SCRIPTS.parent, env=environment, text=True,
+                          capture_output=True, timeout=60, check=False)
+    start = os.path.relpath(tmp_path / "venv" / "bin" / "python", SCRIPTS.parent)
+    end = "" if made else " after `python3 scripts/setup.py demo`, which makes that environment"
+    assert done.returncode == 1 and done.stdout == ""
+    without = "no torch" if "sys.path.insert" in path.read_text() else "no torch and no ncclep_py"
+    assert done.stderr == f"{sys.executable} has {without}: use `{start} scripts/{path.name} --backend sim`{end}\n"
 
 
 @by_name

@@ -6,6 +6,7 @@ import importlib.util
 import multiprocessing as mp
 import pathlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,12 +19,14 @@ PATH = pathlib.Path(__file__).parent.parent / "scripts" / "train_moe.py"
 
 
 @pytest.fixture(scope="module")
-def example() -> Any:
+def example() -> Iterator[Any]:
     spec = importlib.util.spec_from_file_location("train_moe", PATH)
     assert spec is not None and spec.loader is not None
     module = sys.modules["train_moe"] = importlib.util.module_from_spec(spec)   # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(PATH.parent))   # as when it is started
+        spec.loader.exec_module(module)
+    yield module
 
 
 @pytest.mark.parametrize("ranks, experts, topk", [(1, 3, 2), (3, 6, 3)])
