@@ -77,7 +77,8 @@ class ZeroCopyMode(enum.IntEnum):
 
 
 class OverflowPolicy(enum.IntEnum):
-    """HT with a fixed budget: what happens to rows beyond it. AUTO means TRAP."""
+    """HT with a fixed budget: rows beyond it are left out of the routing. TRAP: besides, every rank raises `EpOverflowError` at a later call or
+    ``Group.check()``; DROP: nobody does. AUTO means TRAP."""
 
     AUTO = 0
     TRAP = 1
@@ -185,8 +186,8 @@ class GroupConfig:
         checked: look at expert ids on the host before a dispatch (costs a host synchronisation) and raise if one is >= num_experts.
         max_token_bytes: most bytes of one dispatched row and its scales (QUANT_FWD); if set it must be at least ``hidden * itemsize``, which is what
             AUTO means.
-        overflow_policy: HT: what happens to rows beyond ``max_recv_tokens_per_rank``: TRAP (AUTO) drops them and every rank raises
-            `EpOverflowError`, DROP drops them silently; needs an explicit budget.
+        overflow_policy: HT: rows beyond ``max_recv_tokens_per_rank`` are left out, and every rank raises `EpOverflowError` (TRAP, which is AUTO) or
+            nobody does (DROP, which needs an explicit budget).
         trace: compile kernels with stamps, for `Group.timeline`; they are slower. May differ between ranks.
         count_waits: compile kernels that count how long they wait for each rank, for `Group.waited_ns`, in a group of one team; they read a clock
             whenever a rank comes. Groups with ``enable_mask`` count in any case. May differ between ranks.

@@ -114,7 +114,7 @@ class EpMismatchError(EpError):
 
 
 class EpOverflowError(EpError):
-    """Rows did not fit and were dropped."""
+    """Rows did not fit and were left out; those that fit are right."""
 
 
 class EpStaleError(EpError):
@@ -172,8 +172,8 @@ class ErrorRecord:
             mine, theirs = Signature.unpack(self.expected), Signature.unpack(self.seen)
             return EpMismatchError(f"{where}: rank {self.peer} called another operation: {mine.difference(theirs)}")
         if self.code == Code.OVERFLOW and self.phase == Phase.COUNTS:
-            return EpOverflowError(f"{where}: rank {self.peer} would receive {self.seen} rows, but max_recv_tokens_per_rank is {self.expected}; the "
-                                   "rest was dropped")
+            return EpOverflowError(f"{where}: rank {self.peer} would receive {self.seen} rows, but max_recv_tokens_per_rank is {self.expected} and "
+                                   "overflow_policy TRAP: rows beyond it are left out of this update's routing (as under DROP, which does not raise)")
         if self.code == Code.OVERFLOW and self.phase == Phase.SLOT:
             return EpOverflowError(f"{where}: {self.seen} rows were received, but the caller's tensor has only {self.expected}; the rest is left out")
         if self.code == Code.OVERFLOW:

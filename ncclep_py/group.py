@@ -153,7 +153,8 @@ class Group(Masking, OwnKernels, Waited):
         Args:
             layout: EXPERT_MAJOR or RANK_MAJOR.
             topk_idx: ``[T, K]`` int32 or int64 expert ids, -1 for none; may instead be given to `Handle.update`, then `num_topk` says K and
-                `idx_dtype` the type of ids (default int64).
+                `idx_dtype` the type of ids (default int64). A duplicate in a token takes two rows of EXPERT_MAJOR, where planes have room for
+                each token once: rows beyond a plane are left out, and their senders raise `EpOverflowError`.
             num_topk: K if `topk_idx` is not given.
             idx_dtype: torch.int32 or torch.int64 if `topk_idx` is not given.
             config: `HandleConfig`.

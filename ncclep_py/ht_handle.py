@@ -127,7 +127,8 @@ class HTHandle(HTHandleChecks):
 
         Args:
             topk_idx: ``[T, K]`` int32 or int64, T <= max_dispatch_tokens_per_rank and free to differ between ranks and updates; ids outside [0, E)
-                count as "no expert", a duplicate in a token counts once. Must stay unchanged until the update has run.
+                count as "no expert", a duplicate in a token counts once (one row, with the sum of its weights). Must stay unchanged until the update
+                has run.
             layout_info: where to put counts: ``expert_counters``, ``expert_offsets``, ``expert_counts_unpadded`` (1-D, at least L entries) and
                 ``recv_total_counter`` (1-D, at least one entry), all of one integer dtype, int32 or int64. `HTHandle.layout_info` holds what is
                 left out.
@@ -135,6 +136,8 @@ class HTHandle(HTHandleChecks):
         Raises:
             TypeError, ValueError: an argument is wrong (on this rank; every other rank raises `EpRefusedError`).
             EpError: what a device reported about an earlier operation.
+
+        Rows beyond ``max_recv_tokens_per_rank`` are left out; unless ``overflow_policy`` is DROP, every rank raises `EpOverflowError`, later.
         """
         self._check_group("update")
         with _Refusing(self, "", -1, False):
@@ -174,7 +177,7 @@ class HTHandle(HTHandleChecks):
                 tokens. Rows that were not received are not touched; their ids and weights are -1 and 0 (FLAT).
             layout_info: only its ``recv_topk_idx_kind`` is used (FLAT), the same on all ranks.
             config: `DispatchConfig`; ``send_only`` is ignored.
-            topk_idx: shorthand for `update` before the call.
+            topk_idx: shorthand for `update` before the call, duplicates as there.
             topk_weights: forward: the router weights ``[T, K]`` float32, if `inputs` does not hold them.
 
         Returns:

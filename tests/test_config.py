@@ -249,6 +249,13 @@ def test_records_become_sentences(code: Code, error: type[Exception], words: tup
         assert (raised.rank, raised.peer, raised.culprit, raised.phase, raised.epoch) == (1, 2, 3, Phase.HEAD, 41)
 
 
+def test_a_budget_that_does_not_suffice_says_what_the_policy_does() -> None:
+    raised = record(Code.OVERFLOW, Phase.COUNTS).exception()
+    assert type(raised) is EpOverflowError and str(raised).endswith(
+        "rank 2 would receive 7 rows, but max_recv_tokens_per_rank is 9 and overflow_policy TRAP: rows beyond it are left out of this update's "
+        "routing (as under DROP, which does not raise)")
+
+
 def test_every_refusal_has_a_sentence() -> None:
     assert set(SENTENCES) == set(Refusal)
     for why in Refusal:

@@ -8,7 +8,7 @@ leaves the result open. These choices are:
 order       Low latency rows come in (source rank, token, k) order. (The reference library: arrival order.)
 overflow    A low latency row that does not fit its expert plane is dropped and counted, never written elsewhere.
 ids         An expert id outside [0, num_experts) counts as -1, "no expert".
-duplicates  Low latency: every duplicate of an expert in a token is a row of its own. High throughput: one row, whose
+duplicates  Low latency: every duplicate of an expert in a token is a row of its own, and may be one too many. High throughput: one row, whose
             weight is the sum of the duplicates' weights in k order; backward, the gradient of that weight goes to every
             duplicate position.
 budget      High throughput with max_recv_tokens_per_rank = C loses exactly the rows with an index >= C (the DROP
