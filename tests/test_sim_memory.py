@@ -89,3 +89,24 @@ def test_a_closed_window_cannot_be_reached() -> None:
     sim.host(0, None, writes=[(memories[0].ctypes.data, 16)])
     with pytest.raises(OutOfBoundsError):
         sim.run()
+
+
+@pytest.mark.parametrize(("at", "size", "told"), [
+    (1024, 16, "that begin right behind the end of the window of rank 0 (1024 bytes) and 256 bytes before LOCAL of rank 0 (64 bytes)"),
+    (1024 + 40, 8, "that begin 40 bytes behind the end of the window of rank 0 (1024 bytes) and 216 bytes before LOCAL of rank 0 (64 bytes)"),
+    (1024 + 250, 8, "that begin 6 bytes before LOCAL of rank 0 (64 bytes) and 250 bytes behind the end of the window of rank 0 (1024 bytes)"),
+    (1016, 16, "from byte 1016 of the window of rank 0 (1024 bytes), the last 8 of them behind its end"),
+    (-24, 8, "that begin 24 bytes before the window of rank 0 (1024 bytes)"),
+    (1024 + 256 + 64 + 5000, 8, "at 0x{:x}, far from all memory")])
+@pytest.mark.parametrize("write", [False, True])
+def test_an_access_that_went_astray_is_told_from_what_is_near(at: int, size: int, told: str, write: bool) -> None:
+    whole = np.zeros(8192, np.uint8)
+    window, local = whole[64:64 + 1024], whole[64 + 1024 + 256:][:64]
+    sim = Simulator(1)
+    sim.create_window([window])
+    sim.register(local, "LOCAL", 0)
+    address = window.ctypes.data + at
+    sim.host(0, None, **{"writes" if write else "reads": [(address, size)]})
+    with pytest.raises(OutOfBoundsError) as caught:
+        sim.run()
+    assert f" accesses {size} bytes {told.format(address)}: nobody registered memory there" in caught.value.message

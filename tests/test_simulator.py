@@ -215,7 +215,7 @@ def test_access_outside_of_memory_names_the_operation() -> None:
     args = list(launch.args)
     args[p.parameters["dispatch"].index("num_tokens")] += 2
     launch.args = tuple(args)
-    with pytest.raises(OutOfBoundsError, match="rank 1 .*which nobody registered"):
+    with pytest.raises(OutOfBoundsError, match=r"rank 1 .* behind .*: nobody registered memory there"):
         p.sim.run()
 
 

@@ -21,6 +21,8 @@ __all__ = ["LOCAL", "WINDOW", "Memory", "Part", "Region", "bytes_of"]
 
 WINDOW, LOCAL = "window", "local"
 PAYLOAD_GRANULE, CONTROL_GRANULE = 16, 4
+NEAR = 4096
+"""Bytes to which memory is told from which an access went astray."""
 LARGE = 1 << 16
 """Bytes from which a tensor without parts is tracked per 16 bytes, not per 4."""
 
@@ -192,9 +194,7 @@ class Memory:
         i = bisect.bisect_right(self._bases, address) - 1
         region = self.regions[i] if i >= 0 else None
         if region is None or address + size > region.end:
-            near = "" if region is None else f"; the memory before it is {region.name} of rank {region.rank}, {region.end - region.address} bytes, " \
-                                             f"and this is byte {address - region.address} of it"
-            raise OutOfBoundsError(f"{self._me(agent)} accesses {size} bytes at {address:#x}, which nobody registered{near}")
+            raise OutOfBoundsError(f"{self._me(agent)} accesses {size} bytes {self._near(address, size)}: nobody registered memory there")
         if region.kind != WINDOW and agent.rank not in region.ranks:
             raise OutOfBoundsError(f"{self._me(agent)} accesses {region.name}, private memory of rank {region.rank}")
         return region
@@ -285,6 +285,23 @@ class Memory:
     # ---- messages --------------------------------------------------------------------------------------------------------
     def _me(self, agent: Agent) -> str:
         return self.ledger.describe(agent.slot, agent.time)
+
+    def _near(self, address: int, size: int) -> str:
+        """Where bytes outside of all regions begin, as seen from the memory around them."""
+        i = bisect.bisect_right(self._bases, address)
+        before, after = self.regions[max(i - 1, 0):i], self.regions[i:i + 1]
+        found = []
+        for region in (*before, *after):
+            whose = f"{'the window' if region.kind == WINDOW else region.name} of rank {region.rank} ({len(region.bytes)} bytes)"
+            if address < region.address:
+                found.append((region.address - address, f"{region.address - address} bytes before {whose}"))
+            elif address < region.end:
+                return f"from byte {address - region.address} of {whose}, the last {address + size - region.end} of them behind its end"
+            else:
+                far = f"{address - region.end} bytes" if address > region.end else "right"
+                found.append((address - region.end, f"{far} behind the end of {whose}"))
+        near = [told for distance, told in sorted(found) if distance <= NEAR]
+        return f"that begin {' and '.join(near)}" if near else f"at {address:#x}, far from all memory"
 
     @staticmethod
     def _where(region: Region, part: Part, granule: int, count: int = 1) -> str:
