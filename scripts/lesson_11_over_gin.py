@@ -14,7 +14,8 @@ Rank 0 puts a row of 32 bytes and a *tag* to rank 1, then adds to its signal; ra
 without one of its parts. In the simulator every put is delayed, cut and reordered as badly as allowed, so each fault shows. At last the library's
 own dispatch and combine between two teams; with nccl over the network, if NCCL offers GIN here, else a sentence says what is missing.
 
-Look at: the right program gives the row in all schedules; each of the others gives a race report that names the put and the read.
+Look at: the right program gives the row in all schedules; without the tag rank 1 reports an operation that did not come; each of the others gives a
+race report that names the put and the read.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 
 from ncclep_py import Algorithm, EpError, Group, GroupConfig, Layout, LocalWorld
+from ncclep_py.errors import ErrorRecord
 from ncclep_py.simulator import RaceError, Simulator
 from ncclep_py.simulator.network import Network
 
@@ -38,8 +40,8 @@ REGIONS = [("STAGING_SENT", 0, 128), ("TAGS", 128, 192), ("STAGING", 192, SIZE)]
 EPOCH, SCHEDULES = 1, 60
 
 
-def play(seed: int, *, wait: bool = True, signal_context: int = 0, reuse: bool = False) -> np.ndarray:
-    """One schedule of the two ranks, each a team of its own; what rank 1 copied."""
+def play(seed: int, *, wait: bool = True, tag: bool = True, signal_context: int = 0, reuse: bool = False) -> np.ndarray:
+    """One schedule of the two ranks, each a team of its own; what rank 1 copied. Raises what rank 1 reports."""
     sim = Simulator(2, seed, "adversarial", blocks=1, warps=1)
     ops, comm = sim.vocabulary, Network(sim, 1, contexts=2).number
     raw = [np.zeros(SIZE + 16, np.uint8) for _ in range(2)]
@@ -55,28 +57,35 @@ def play(seed: int, *, wait: bool = True, signal_context: int = 0, reuse: bool =
         if rank == 0:
             ops.ht_net_stage_row(window, 0, window, SENT, source, routes, 0, 1, 32, 0, 1)     # the row into my own window
             ops.ht_net_put(comm, window, 1, 0, STAGED, SENT, 32)                              # put it, on context 0
-            ops.ht_net_put_tag(comm, window, 1, 0, TAG, EPOCH, 0)                             # and a word that says which operation it is of
+            if tag:
+                ops.ht_net_put_tag(comm, window, 1, 0, TAG, EPOCH, 0)                         # and a word that says which operation it is of
             ops.ht_net_signal(comm, 1, signal_context, 0, 1)                                  # signal 0 of rank 1: one more
             if reuse:
                 ops.ht_net_stage_row(window, 0, window, SENT, source, routes, 0, 1, 32, 0, 1)   # is the put done with these bytes?
         else:
-            if wait:
-                ops.ht_net_wait_chunk(comm, window, TAG, 0, signal_context, 0, 1, rank, EPOCH, record[1], record[1] + 16, 0)
-            ops.ht_net_forward_row(window, COPY, window, STAGED, place, 0, 1, 32, rank)
+            code = 0
+            if wait:                                                                          # not 0: it did not come, or not of this operation
+                code = ops.ht_net_wait_chunk(comm, window, TAG, 0, signal_context, 0, 1, rank, EPOCH, record[1], record[1] + 16, 0)
+            if code == 0:
+                ops.ht_net_forward_row(window, COPY, window, STAGED, place, 0, 1, 32, rank)
 
     for rank in range(2):
         sim.launch(rank, kernel, [rank])
     sim.run()
+    report = ErrorRecord.read(notes[1][2:])
+    if report is not None:
+        raise report.exception()
     return windows[1][COPY:COPY + 32].copy()
 
 
-def first_fault(**wrong: Any) -> RaceError:
-    """What the simulator says about a program that lacks something."""
+def first_fault(kind: type[Exception], **wrong: Any) -> Exception:
+    """What is said about a program that lacks something, in the first schedule in which it is a `kind`."""
     for seed in range(SCHEDULES):
         try:
             play(seed, **wrong)
-        except RaceError as error:
-            return error
+        except (RaceError, EpError) as error:
+            if isinstance(error, kind):
+                return error
     raise AssertionError(f"no schedule shows what is wrong with {wrong}")
 
 
@@ -110,9 +119,10 @@ def main() -> None:
     for seed in range(SCHEDULES):
         assert (play(seed) == np.arange(32)).all()
     print(f"put, tag, signal, wait: the row is right in {SCHEDULES} schedules of a network that delays, cuts and reorders\n")
-    for text, wrong in (("rank 1 does not wait", {"wait": False}), ("the signal goes over another context than the put", {"signal_context": 1}),
-                        ("rank 0 overwrites the row while it is being sent", {"reuse": True})):
-        error = first_fault(**wrong)
+    for text, kind, wrong in (("rank 1 does not wait", RaceError, {"wait": False}), ("rank 0 puts no tag", EpError, {"tag": False}),
+                              ("the signal goes over another context than the put", RaceError, {"signal_context": 1}),
+                              ("rank 0 overwrites the row while it is being sent", RaceError, {"reuse": True})):
+        error = first_fault(kind, **wrong)
         print(f"{text}:\n   {type(error).__name__}: {str(error).splitlines()[0]}\n")
     over_the_network(backend)
 

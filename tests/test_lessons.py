@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from ncclep_py import GroupConfig, compiled, launch
+from ncclep_py import EpTimeoutError, GroupConfig, compiled, launch
 from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.simulator import DeadlockError
 
 SCRIPTS = pathlib.Path(__file__).parent.parent / "scripts"
 LESSONS = sorted(SCRIPTS.glob("lesson_*.py"))
@@ -48,7 +49,7 @@ def test_lessons_are_numbered_without_a_gap() -> None:
 def test_form(path: pathlib.Path) -> None:
     text = path.read_text()
     number = int(path.stem.split("_")[1])
-    assert text.startswith(f'"""Lesson {number}: ') and text.count("\n") <= 125
+    assert text.startswith(f'"""Lesson {number}: ') and text.count("\n") <= 135
     assert f"    python3 scripts/{path.name}" in text and "Look at:" in text.split('"""')[1]
     assert "assert " in text
     for other in re.findall(r"\blesson (\d+)\b", text):
@@ -120,6 +121,18 @@ def test_lesson_11_says_what_is_missing(railed: str, team_size: int, says: str |
             play(LESSONS[10], "nccl")
         assert f"dispatch and combine between two teams cannot run on this machine: {says}" in str(refused.value)
     assert "NCCL_LSA_TEAM_SIZE" not in os.environ
+
+
+@pytest.mark.parametrize(("gone", "error", "says"), [
+    ("ht_net_put_tag", EpTimeoutError, r"rank 1, operation 1, ROWS phase: rank 0 did not come in time \(saw its epoch 0, waited for 1\)"),
+    ("ht_net_signal", DeadlockError, "rank 0 ended its kernel without adding to signal 0 of context 0"),
+    ("ht_net_put(", AssertionError, None)])
+def test_lesson_11_fails_without_each_of_its_parts(gone: str, error: type[Exception], says: str | None, play: Any, tmp_path: pathlib.Path) -> None:
+    text, found = re.subn(rf"ops\.{re.escape(gone)}.*", "pass", LESSONS[10].read_text())
+    assert found == 1
+    (tmp_path / "lesson.py").write_text(text)
+    with pytest.raises(error, match=says):
+        play(tmp_path / "lesson.py", "sim")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -156,3 +156,48 @@ def test_what_is_lost_is_waited_for_in_vain() -> None:
     pair.network.lost.add((0, 1))
     with pytest.raises(DeadlockError, match=r"waits for signals 0 of context 0 from rank 0 \(0 of 1\)"):
         pair.sim.run()
+
+
+def test_the_network_is_named_in_words() -> None:
+    """In every report of a race with something under way."""
+    for wrong in ({"wait": False}, {"signal_context": 1}, {"reuse": True}):
+        error = None
+        for seed in range(60):
+            try:
+                message(**wrong)(seed)
+            except (RaceError, AssertionError) as e:   # the wait on another context may find no tag
+                if isinstance(e, RaceError):
+                    error = str(e)
+                    break
+        assert error is not None and "block -2" not in error
+        assert "the network from rank 0 to rank 1 on context 0 ht_net_put (test_network.py:" in error.splitlines()[0]
+        assert "it takes a signal added behind the put on its context" in error
+
+
+@pytest.mark.parametrize(("signal", "context", "cause"), [
+    (True, 1, "rank 0 ended its kernel without adding to signal 0 of context 0"),
+    (False, 0, "rank 0 ended its kernel without adding to signal 0 of context 0")])
+def test_a_signal_that_does_not_come_is_the_first_cause(signal: bool, context: int, cause: str) -> None:
+    def body(rank: int, window: int, scratch: int) -> None:
+        if rank == 0:
+            pair.sim.vocabulary.ht_net_put_tag(0, window, 1, 0, TAG, 1, 0)
+            if signal:
+                pair.sim.vocabulary.ht_net_signal(0, 1, context, 0, 1)
+        else:
+            pair.wait(0, 0, 0, 1, rank)
+
+    pair = Pair(body, 0)
+    with pytest.raises(DeadlockError) as caught:
+        pair.sim.run()
+    assert f"    rank 1 -> rank 0 (signal 0 of context 0)\n  first cause: {cause}\n" in str(caught.value)
+    assert "epoch 0" not in str(caught.value)
+
+
+def test_a_circle_of_signals() -> None:
+    def body(rank: int, window: int, scratch: int) -> None:
+        pair.wait(1 - rank, 1, rank, 1, rank)
+
+    pair = Pair(body, 0)
+    with pytest.raises(DeadlockError, match="first cause: a circle, whose oldest wait is that of rank 0 for signal 0 of context 1 from rank 1: "
+                                            "rank 1 waits itself and did not add to it before"):
+        pair.sim.run()

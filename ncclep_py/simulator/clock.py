@@ -30,6 +30,7 @@ class Ledger:
         slots: (rank, block, warp) of each slot.
         logs: per slot, the site at each of its times; index 0 is the beginning.
         capacity: length of every clock.
+        named: slots that are no warps, in words, for messages.
         releases: the newest (slot, time, scope, what it carried) of all releases wider than a block, for messages.
     """
 
@@ -37,6 +38,7 @@ class Ledger:
         self.capacity = capacity
         self.slots: list[tuple[int, int, int]] = []
         self.logs: list[list[Site | None]] = []
+        self.named: dict[int, str] = {}
         self.releases: deque[tuple[int, int, str, Clock]] = deque(maxlen=KEPT_RELEASES)
         self._index: dict[tuple[int, int, int], int] = {}
 
@@ -60,6 +62,8 @@ class Ledger:
 
     def name(self, slot: int) -> str:
         """A slot in words."""
+        if slot in self.named:
+            return self.named[slot]
         rank, block, warp = self.slots[slot]
         return f"rank {rank} host" if block == HOST else f"rank {rank} block {block} warp {warp}"
 

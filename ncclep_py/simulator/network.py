@@ -98,6 +98,9 @@ class Network:
                 for context in range(contexts):
                     slot = sim.ledger.slot(source, WIRE, target * contexts + context)
                     self.wires[context, source, target] = Wire(self, context, source, target, slot)
+                    words = f"the network from rank {source} to rank {target} on context {context}"
+                    if sim.ledger.named.setdefault(slot, words) != words:   # networks with other contexts share the slot
+                        sim.ledger.named[slot] = f"a network from rank {source}"
         more = len(sim.ledger.slots) - sim.ledger.capacity
         if more > 0:
             sim.ledger.capacity = len(sim.ledger.slots)

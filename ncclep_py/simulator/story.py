@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["deadlock_story", "place", "quoted", "race_story"]
 
 WIDTH = 110
+Awaited = tuple[int, str]
+"""Epoch of what a rank waits for, 0 if it has none, and what it is: ``HEAD of epoch 1``, ``signal 0 of context 1``."""
 
 
 # ---- races -----------------------------------------------------------------------------------------------------------------------
@@ -42,7 +44,10 @@ def race_story(agent: Agent, where: str, mine: str, slot: int, time: int, theirs
 def _missing(agent: Agent, slot: int, time: int) -> list[str]:
     ledger = agent.ledger
     me, them, far = ledger.name(agent.slot), ledger.name(slot), ledger.slots[slot][0] != agent.rank
-    if far:
+    if {slot, agent.slot} & ledger.named.keys():
+        needed = ("a signal added behind the put on its context, the wait of the rank that it is for, and a release and acquire between that rank "
+                  "and whoever else is to know")
+    elif far:
         needed = ("a release of system scope after 1 by whoever knows of it, a word stored after that, and an acquire of system scope that reads the "
                   "word")
     elif ledger.slots[slot][:2] == ledger.slots[agent.slot][:2] and ledger.slots[slot][1] != HOST:
@@ -100,22 +105,30 @@ def deadlock_story(scheduler: Scheduler, waiting: Sequence[Task]) -> str:
         scheduler: of the run that is stuck.
         waiting: tasks that wait for words or at barriers.
     """
-    edges: dict[int, dict[int, tuple[int, str]]] = {}   # waiting rank -> missing rank -> the oldest (epoch, word) it waits for
+    edges: dict[int, dict[int, Awaited]] = {}   # waiting rank -> missing rank -> the oldest it waits for
     for task in waiting:
         text, missing = task.waits_for() if task.waits_for else ("", [])
-        found = re.search(r"in epoch (\d+) for (\w+)", text)
         for rank in missing:
-            what = (int(found[1]), found[2]) if found else (0, "a word")
+            what = _awaited(text, rank)
             mine = edges.setdefault(task.rank, {})
             mine[rank] = min(mine.get(rank, what), what)
     lines = ["  who waits for whom:"]
     for rank, missing_of in sorted(edges.items()):
-        whom = ", ".join(f"rank {other} ({word} of epoch {epoch})" for other, (epoch, word) in sorted(missing_of.items()))
+        whom = ", ".join(f"rank {other} ({what})" for other, (_, what) in sorted(missing_of.items()))
         lines.append(f"    rank {rank} -> {whom}")
     return "\n".join([*(lines if edges else []), *(f"  first cause: {line}" for line in _causes(scheduler, waiting, edges))])
 
 
-def _causes(scheduler: Scheduler, waiting: Sequence[Task], edges: dict[int, dict[int, tuple[int, str]]]) -> list[str]:
+def _awaited(text: str, rank: int) -> Awaited:
+    """What a wait in words says of a rank it waits for."""
+    signal = re.search(rf"signals.*?(\d+) of context (\d+) from rank {rank} ", text)
+    if signal:
+        return 0, f"signal {signal[1]} of context {signal[2]}"
+    found = re.search(r"in epoch (\d+) for (\w+)", text)
+    return (int(found[1]), f"{found[2]} of epoch {found[1]}") if found else (0, "a word")
+
+
+def _causes(scheduler: Scheduler, waiting: Sequence[Task], edges: dict[int, dict[int, Awaited]]) -> list[str]:
     """Ranks that are waited for and wait for nobody; else those that wait for themselves; else the oldest wait of a circle."""
     awaited = {other: what for missing in edges.values() for other, what in missing.items()}
     ends = sorted(awaited.keys() - edges.keys())
@@ -124,33 +137,38 @@ def _causes(scheduler: Scheduler, waiting: Sequence[Task], edges: dict[int, dict
     selfish = sorted(rank for rank, missing in edges.items() if rank in missing)
     if selfish:
         rank = selfish[0]
-        epoch, word = edges[rank][rank]
+        what = edges[rank][rank]
         if scheduler.sim.streams[rank].pending:
-            return [_why_absent(scheduler, rank, (epoch, word), edges)]
+            return [_why_absent(scheduler, rank, what, edges)]
         which = f"rank{'s' * (len(selfish) > 1)} {', '.join(map(str, selfish))}"
-        return [f"{which} wait{'s' * (len(selfish) == 1)} for {word} of epoch {epoch} of their own, which they did not publish"]
+        return [f"{which} wait{'s' * (len(selfish) == 1)} for {what[1]} of their own, which they did not publish"]
     if edges:
-        epoch, word, rank, other = min((epoch, word, rank, other) for rank, missing in edges.items() for other, (epoch, word) in missing.items())
-        return [f"a circle, whose oldest wait is that of rank {rank} for {word} of epoch {epoch} of rank {other}: rank {other} waits itself and did "
-                "not publish it before"]
+        (_, told), rank, other = min((what, rank, other) for rank, missing in edges.items() for other, what in missing.items())
+        of = f"{told} from" if _is_signal(told) else f"{told} of"
+        return [f"a circle, whose oldest wait is that of rank {rank} for {of} rank {other}: rank {other} waits itself and did "
+                f"not {'add to' if _is_signal(told) else 'publish'} it before"]
     return [f"{task.at()} {task.waits_for()[0]}" for task in waiting[:1] if task.waits_for]
 
 
-def _why_absent(scheduler: Scheduler, rank: int, what: tuple[int, str], edges: dict[int, dict[int, tuple[int, str]]]) -> str:
-    """Why a rank that waits for nobody did not publish a word."""
-    stream, (epoch, word) = scheduler.sim.streams[rank], what
-    told = f"{word} of epoch {epoch}"
+def _is_signal(told: str) -> bool:
+    return told.startswith("signal ")
+
+
+def _why_absent(scheduler: Scheduler, rank: int, what: Awaited, edges: dict[int, dict[int, Awaited]]) -> str:
+    """Why a rank that waits for nobody did not publish a word, or add to a signal."""
+    stream, told = scheduler.sim.streams[rank], what[1]
+    do, did, doing = ("add to", "added to", "adding to") if _is_signal(told) else ("publish", "published", "publishing")
     if rank in scheduler.dead:
-        return f"rank {rank} died before it published {told}"
+        return f"rank {rank} died before it {did} {told}"
     if stream.pending:
         blocks = [block.index for block in stream.pending]
-        return (f"rank {rank} did not publish {told}: its blocks {blocks} have not begun, because no more than {stream.running} run at once and none "
+        return (f"rank {rank} did not {do} {told}: its blocks {blocks} have not begun, because no more than {stream.running} run at once and none "
                 "of these ends")
     if stream.busy:
-        return f"rank {rank} did not publish {told}: its warps wait for each other at a barrier"
+        return f"rank {rank} did not {do} {told}: its warps wait for each other at a barrier"
     most = max(scheduler.sim.streams[other].started for other in edges)
     if stream.started < most:
         others = [str(r) for r in edges if scheduler.sim.streams[r].started == most]
         return (f"rank {rank} never entered the operation: its stream is empty after {stream.started} kernels and host calls, and "
                 f"rank{'s' * (len(others) > 1)} {', '.join(others)} {'are in the one' if len(others) > 1 else 'is in the one'} with number {most}")
-    return f"rank {rank} ended its kernel without publishing {told}"
+    return f"rank {rank} ended its kernel without {doing} {told}"
