@@ -11,6 +11,9 @@ Two ranks share a *symmetric window*: memory of the same size on each of them th
 
 The three steps are the three parts of the kernel below. Look at: each rank ends up with the numbers of the other; the signal is an
 ordinary number, 1, because this is the first message.
+
+Try: delete the line of `wait_arrived`. The simulator reports a race of `gather_row` with the other rank's `scatter_row`, and that nothing which
+that rank ever did is ordered before the read.
 """
 
 from __future__ import annotations

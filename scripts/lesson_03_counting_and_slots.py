@@ -14,6 +14,8 @@ The memory for all rows of a dispatch, ``[local experts, ranks * most tokens of 
 for the worst case, in which all tokens go to one expert, so nobody ever has to ask whether there is room.
 
 Look at: the places we compute by hand with nothing but counts, and that the rows really came to these places in a real dispatch.
+
+Try: let all tokens of rank 1 choose `[0, 0]`. Expert 0 is to get 10 rows and has room for 8: rank 1 raises `EpOverflowError`, which names row 8.
 """
 
 from __future__ import annotations

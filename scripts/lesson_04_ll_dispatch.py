@@ -16,6 +16,9 @@ The kernel is `ncclep_py/kernels/ll_dispatch.py`, 50 lines that name these opera
 
 Look at: the timeline of one run (in the simulator: which step each rank is in as time goes on): no `scatter_row` of anybody begins before
 the last rank's `publish_head`. And the rows: each carries the rank and token it came from, in the order (rank, token).
+
+Try: let rank 2 leave before its dispatch (`if comm.rank == 2: return []`). It closes the group where the others dispatch, and `EpMismatchError`
+says so.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ the bits are the same in every run. Sums of rows that come in whatever order the
 
 Look at: the same bits under ten different schedules (simulator) or ten runs (GPU), equal to the formula by hand; and that adding up in the
 opposite order gives other bits.
+
+Try: in `inputs` round the rows (`.round()`) and make all weights 0.25. Nothing is rounded in the sums then, so the opposite order gives the same
+bits, and the assert of `other > 0` fails.
 """
 
 from __future__ import annotations
@@ -75,8 +78,8 @@ def main() -> None:
         other = int((right != reverse).sum())
         print(f"rank {rank}: {same} of {RUNS} runs are bit for bit the formula with k = 0, 1, 2; "
               f"with k = 2, 1, 0 {other} of {right.numel()} numbers have other bits")
-        print(f"   for example {right[right != reverse][0].item():.9g} and {reverse[right != reverse][0].item():.9g}")
         assert same == RUNS and other > 0 and torch.allclose(right, reverse)
+        print(f"   for example {right[right != reverse][0].item():.9g} and {reverse[right != reverse][0].item():.9g}")
     print("Pulling lets one warp own a token's sum, so its order is ours to choose.")
 
 

@@ -12,6 +12,9 @@ HEAD has two banks: odd epochs use one, even epochs the other. Two are enough: a
 n + 1, and that it does only when it is done with n.
 
 Look at: the words in the two banks, two epochs next to each other; then, with one bank, the order of steps in which a rank is left behind.
+
+Try: play `D X C` only once. With one bank nothing fails then: a dispatch ends with a signal of every rank, which it sends after it has read all
+HEADs.
 """
 
 from __future__ import annotations

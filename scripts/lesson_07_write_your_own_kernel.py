@@ -18,6 +18,9 @@ Here: a *barrier* between ranks, which is a HEAD word to everybody and a wait fo
 the others end the kernel before the ranks have met. On a GPU this would hang or pass, as luck has it; the simulator says what is wrong.
 
 Look at: what is said about version 1, and that version 2 works after nothing but a new registration; the seconds from an edit to a result.
+
+Try: in version 2 wait for `epoch + 1`. The simulator reports a deadlock and its first cause: all ranks wait for HEAD of epoch 2 of their own, which
+they did not publish.
 """
 
 from __future__ import annotations

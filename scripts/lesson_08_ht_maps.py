@@ -11,6 +11,8 @@ A low-latency dispatch (lesson 4) counts anew each time and sends K rows per tok
 
 Look at: the rows a token needs in both ways; the map worked out by hand next to what a dispatch delivered; a second dispatch of other
 numbers that went the same ways.
+
+Try: `max_recv_tokens_per_rank=3`. Rank 0 would receive 4 rows, so `EpOverflowError` is raised, on every rank.
 """
 
 from __future__ import annotations

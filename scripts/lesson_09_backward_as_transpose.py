@@ -12,6 +12,8 @@ the gradient of combine is a dispatch. Training needs no kernel that inference d
 To see a matrix, multiply it with the identity: if token i is the i-th unit row, then what is received is D itself, bit for bit.
 
 Look at: the two matrices, measured with real operations; that one is the other transposed; that autograd's gradients agree exactly.
+
+Try: send token 0 of rank 0 to experts 0 and 2. D has nine ones then, and so has C; only the count of 8 in the assert is wrong.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ own dispatch and combine between two teams; with nccl over the network, if NCCL 
 
 Look at: the right program gives the row in all schedules; without the tag rank 1 reports an operation that did not come; each of the others gives a
 race report that names the put and the read.
+
+Try: put a # before `ops.ht_net_signal`. The simulator reports a deadlock and its first cause: rank 0 ended its kernel without adding to signal 0 of
+context 0.
 """
 
 from __future__ import annotations

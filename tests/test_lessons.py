@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from ncclep_py import EpTimeoutError, GroupConfig, compiled, launch
+from ncclep_py import EpMismatchError, EpOverflowError, EpTimeoutError, GroupConfig, compiled, launch
 from ncclep_py.kernels.shape import KernelShape
-from ncclep_py.simulator import DeadlockError
+from ncclep_py.simulator import DeadlockError, RaceError
 
 SCRIPTS = pathlib.Path(__file__).parent.parent / "scripts"
 LESSONS = sorted(SCRIPTS.glob("lesson_*.py"))
@@ -43,6 +43,51 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: Any) -
 
 def test_lessons_are_numbered_without_a_gap() -> None:
     assert [int(path.stem.split("_")[1]) for path in LESSONS] == list(range(1, len(LESSONS) + 1)) and LESSONS
+
+
+WAITS = "        wait_heads(window, HEADS, rank, RANKS, epoch, 0, local + FAIL, record, timeout)\n\n    return ranks_meet\n\n\ndef program"
+TRIES: dict[int, tuple[list[tuple[str, str]], type[Exception], str | None, str]] = {   # changes, error, what it says, what was printed before it
+    1: ([("\n        wait_arrived(window, SIGNALS, rank, RANKS, 1, local + FAIL, record, timeout)", "")], RaceError,
+        r"gather_row \(.* reads SLOT0.* scatter_row (.|\n)*nothing that rank 1 block 0 warp . ever did is ordered before 2", ""),
+    2: ([("fence.acq_rel.gpu", "fence.acq_rel.sys")], AssertionError, None, "scope too small.*\n.*\n   no race in 10 schedules\n$"),
+    3: ([("[[2, 0], [3, 0], [2, 1], [0, 3]]", str([[0, 0]] * 4))], EpOverflowError,
+        "^rank 1, .*row 8 for an expert of rank 0 is beyond its 8 rows", ""),
+    4: ([("            received = handle", "            if comm.rank == 2: return []\n            received = handle")], EpMismatchError,
+        "rank 2 called another operation: kind dispatch here, close there", ""),
+    5: ([("randn(TOKENS, HIDDEN, generator=g)", "randn(TOKENS, HIDDEN, generator=g).round()"),
+         ("torch.softmax(torch.randn(TOKENS, TOPK, generator=g), 1)", "torch.full((TOKENS, TOPK), 0.25)")], AssertionError, None,
+        "10 of 10 runs are bit for bit .* with k = 2, 1, 0 0 of 128 numbers have other bits"),
+    6: ([('ranks.play("D X C D X C")', 'ranks.play("D X C")')], AssertionError, None, "with one bank:\n   None\n$"),
+    7: ([(WAITS, WAITS.replace("epoch", "epoch + 1"))], DeadlockError,
+        "first cause: ranks 0, 1, 2, 3 wait for HEAD of epoch 2 of their own, which they did not publish", "version 2:\n$"),
+    8: ([("max_recv_tokens_per_rank=RANKS * TOKENS", "max_recv_tokens_per_rank=3")], EpOverflowError,
+        "rank 0 would receive 4 rows, but max_recv_tokens_per_rank is 3", ""),
+    9: ([("TOPK_IDX = [[[0, 1], ", "TOPK_IDX = [[[0, 2], ")], AssertionError, None,
+        r"12 x 6:\n([^1C]*1){9}[^1C]*C, combine \(tokens x received rows\), 6 x 12:\n([^1]*1){9}[^1]*$"),
+    10: ([('sum(parts) if name == "router"', 'parts[0] if name == "router"')], AssertionError, None,
+         r"the gradient of router +1\.1e\+01  of 3\.7e\+01\n$"),
+    11: ([("            ops.ht_net_signal(", "            # ops.ht_net_signal(")], DeadlockError,
+         "first cause: rank 0 ended its kernel without adding to signal 0 of context 0", "")}
+
+
+def test_every_lesson_suggests_a_change_at_its_end() -> None:
+    for number, path in enumerate(LESSONS, 1):
+        told = path.read_text().split('"""')[1].rstrip().split("\n\n")[-1]
+        assert told.startswith("Try: ") and told.count("\n") <= 1, path.name
+        assert number in TRIES
+
+
+@pytest.mark.parametrize("number", TRIES)
+def test_a_change_that_a_lesson_suggests_does_what_it_says(number: int, play: Any, capsys: Any, tmp_path: pathlib.Path) -> None:
+    changes, error, says, printed = TRIES[number]
+    text = LESSONS[number - 1].read_text()
+    for old, new in changes:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (tmp_path / "changed.py").write_text(text)
+    with pytest.raises(error, match=says):
+        play(tmp_path / "changed.py", "sim")
+    assert re.search(printed, capsys.readouterr().out)
 
 
 @by_name
@@ -128,7 +173,7 @@ def test_lesson_11_says_what_is_missing(railed: str, team_size: int, says: str |
     ("ht_net_signal", DeadlockError, "rank 0 ended its kernel without adding to signal 0 of context 0"),
     ("ht_net_put(", AssertionError, None)])
 def test_lesson_11_fails_without_each_of_its_parts(gone: str, error: type[Exception], says: str | None, play: Any, tmp_path: pathlib.Path) -> None:
-    text, found = re.subn(rf"ops\.{re.escape(gone)}.*", "pass", LESSONS[10].read_text())
+    text, found = re.subn(rf"(?m)^( +)ops\.{re.escape(gone)}.*", r"\1pass", LESSONS[10].read_text())
     assert found == 1
     (tmp_path / "lesson.py").write_text(text)
     with pytest.raises(error, match=says):
