@@ -251,7 +251,7 @@ def test_a_kernel_beside_ours_runs_by_the_names_of_its_values() -> None:
 
 
 @pytest.mark.parametrize(("value", "told"), [(1.5, "float: 1.5"), (True, "bool: True"), (None, "NoneType: None"), ("7", "str: '7'"),
-                                             (np.float32(2), "float32: np.float32(2.0)"), (np.bool_(True), "np.True_")])
+                                             (np.float32(2), "float32: "), (np.bool_(True), "True")])
 def test_run_kernel_takes_tensors_and_ints_only(value: Any, told: str) -> None:
     def program(comm: Any) -> None:
         with Group.create(comm, CONFIG) as group:
