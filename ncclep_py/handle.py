@@ -109,7 +109,8 @@ class Handle(HandleChecks):
 
         Args:
             topk_idx: ``[T, K]`` int32 or int64, T <= max_dispatch_tokens_per_rank; ids outside [0, E) count as "no expert". Must stay unchanged
-                until the dispatch has run.
+                until the dispatch has run. An expert twice in a token takes two rows of EXPERT_MAJOR, whose planes have room for each token once:
+                rows beyond a plane are left out, and their senders raise `EpOverflowError`.
 
         Example:
             >>> import torch
