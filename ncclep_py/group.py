@@ -240,8 +240,12 @@ class Group(Masking, OwnKernels, Waited):
 
         A tensor over its first bytes (``window.memory[:n].view(dtype).view(shape)``) can be given as ``outputs.tokens`` of dispatch, where peers then
         write to it directly, and as ``inputs.tokens`` of combine, where they read from it; on all ranks alike. One tensor per window. Nothing tells
-        the library when such rows are used: after a combine peers may still be reading them, so write to them again only after a later operation
-        of the group that is not the complete half of a staged one. Costs `num_bytes` on every rank, until the group is closed.
+        the library when such rows are used: after a combine peers (over several teams the network, too) may still be reading them, so write to them
+        again, or let an NVFP4 combine pack them, only after a later operation of the group that did not fail: a dispatch, its send half, or a combine
+        that is not staged. Costs `num_bytes` on every rank, until the group is closed.
+
+        Over several teams peers of my team write and read the window directly; what other teams send is copied into it here, and what goes back is
+        put from it. Staged operations use the slot there: rows of a window are copied, or refused if ``zero_copy`` is ON.
 
         Args:
             num_bytes: size on every rank, the same on all.

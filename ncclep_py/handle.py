@@ -186,7 +186,7 @@ class Handle(HandleChecks):
             if topk_idx is not None:
                 self.update(topk_idx)
             sent = self._check_dispatch(given, weights, made, counts, config or PLAIN_DISPATCH, slot)
-            place = self._place("outputs.tokens", made.tokens, slot, sent is None)
+            place = self._place("outputs.tokens", made.tokens, slot, sent is None, staged)
         tokens, idx = given.tokens, self._topk_idx
         assert idx is not None   # checked above
         num_tokens = int(tokens.shape[0])
@@ -297,7 +297,7 @@ class Handle(HandleChecks):
                 _check_kinds(("outputs", outputs, CombineOutputs), ("config", config, CombineConfig))
             self._check_combine(given, made, weights, config or PLAIN_COMBINE, slot)
             pushes = staged and not self.group.over_network   # from wherever the rows are; puts read the group's window only
-            place = -1 if pushes else self._place("inputs.tokens", given.tokens, slot, True)
+            place = -1 if pushes else self._place("inputs.tokens", given.tokens, slot, True, staged)
         if made.tokens is None:
             made.tokens = self._new((self._num_tokens, self.group.config.hidden))
         if self.group.comm.backend == "sim" and not again and (place >= 0 or given.tokens.data_ptr() == self._rows(slot).data_ptr()):

@@ -81,9 +81,10 @@ class HandleRows:
             views = self._routing_views[slot] = view(plan.recv_ids, torch.int32), view(plan.recv_weights, torch.float32)
         return views
 
-    def _place(self, name: str, rows: Any, slot: int, whole: bool) -> int:
+    def _place(self, name: str, rows: Any, slot: int, whole: bool, staged: bool) -> int:
         """Number of the user window that `rows` fill, or -1: the rows are in the slot, or copied from or to it. `whole`: as they are, no recipe."""
         group, mode = self.group, self.group.config.zero_copy
+        through = staged and group.over_network   # such operations know the slot only
         if rows is None or rows.data_ptr() == self._rows(slot).data_ptr():
             return -1
         index = next((i for i, w in enumerate(group.user_windows) if 0 <= rows.data_ptr() - w.address < w.num_bytes), -1)
@@ -91,10 +92,11 @@ class HandleRows:
             at = rows.data_ptr() - group.user_windows[index].address
             raise refused(ValueError(f"{name} must begin with the first byte of its window, got byte {at} of window {index}; create a window for "
                                      "each tensor"), Refusal.MEMORY)
-        if mode is ZeroCopyMode.ON and (index < 0 or not whole):
+        if mode is ZeroCopyMode.ON and (index < 0 or not whole or through):
+            what = "a plain tensor" if index < 0 else "rows of a staged operation over several teams" if whole else "rows of a recipe"
             raise refused(ValueError(f"{name} must be left out or lie in a window of Group.create_window, since zero_copy is ON; got "
-                                     f"{'rows of a recipe' if index >= 0 else 'a plain tensor'}, which would be copied"), Refusal.MEMORY)
-        return index if whole and mode is not ZeroCopyMode.OFF else -1
+                                     f"{what}, which would be copied"), Refusal.MEMORY)
+        return index if whole and not through and mode is not ZeroCopyMode.OFF else -1
 
     def _new(self, shape: Sequence[int]) -> torch.Tensor:
         import torch

@@ -1,7 +1,8 @@
 """LOW_LATENCY groups and handles whose ranks form several teams; calls and results are those of one team. Protocol: ``ncclep_py.ll_net_map``.
 
-Refused by a sentence: masks, user windows. A staged combine takes rows out of the slot, where a plain tensor's are copied to; a second combine of the
-same dispatch meets all ranks first.
+Refused by a sentence: masks, and with ``zero_copy = ON`` rows of a staged operation that lie in a user window. A staged dispatch leaves rows in the
+slot, and a staged combine takes them from there: those of a user window are copied like a plain tensor's. A second combine of the same dispatch meets
+all ranks first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ncclep_py.streams import on_stream
 if TYPE_CHECKING:
     import torch
 
-    from ncclep_py.communicator import Communicator, SymmetricWindow
+    from ncclep_py.communicator import Communicator
     from ncclep_py.config import GroupConfig
     from ncclep_py.inputs_outputs import LayoutInfo
 
@@ -77,10 +78,6 @@ class LLNetGroup(Group):
             raise ValueError(f"layout_info must be left out of a LOW_LATENCY handle, got {type(layout_info).__name__}; give it to dispatch")
         return LLNetHandle(self, next(self._handle_ids), layout, topk_idx, num_topk, idx_dtype, config or HandleConfig())
 
-    def create_window(self, num_bytes: int) -> SymmetricWindow:
-        """Refused: peers of other teams put rows into the group's own window only."""
-        raise _missing("create_window")
-
     def start_at(self, epoch: int) -> None:
         """As `Group.start_at`."""
         self._window.memory[self.net.messages: self.net.returned].zero_()   # a message of an epoch to come is none
@@ -94,7 +91,8 @@ class LLNetGroup(Group):
     def _meet(self, kind: OpKind, status: int) -> None:
         kernel, plan, own = self._meeting(), self.map, self.local_map
         local, record = self.addresses()
-        values = (self.device.address, self._window.handle, self.rank, local, record, 0, 0, 0, 0, plan.slots, local, local + self.net.remote,
+        window = self._window.handle
+        values = (self.device.address, window, self.rank, local, record, 0, 0, 0, 0, window, plan.slots, local, local + self.net.remote,
                   local + own.header(self.config.num_slots), 0, self.signature(kind, 0, 0, self.config.num_topk), status, self.config.wait_ns)
         self.comm.submit(kernel, values, self.num_blocks, kind.name.lower(), (), refusing=status != Status.GO)
 
@@ -109,8 +107,8 @@ class LLNetHandle(Handle):
         """Submit one operation; `own` are the kernel's values between the record and the slot, for one team."""
         group = self.group
         stamp = self.id << 32 | (self._held if "combine" in name else self._generation)
-        signature = signature_of(group, self, name, slot, self._stage, global_ids, sent)
-        values = (*net_values(group, self, name, slot, self._stage, own), stamp, signature, status, group.config.wait_ns)
+        signature = signature_of(group, self, name, slot, self._stage, global_ids, sent, place)
+        values = (*net_values(group, self, name, slot, self._stage, own, place), stamp, signature, status, group.config.wait_ns)
         self._submit(name, self._kernel(name, None if sent is None else sent.wire), values, status, tensors)
 
     def _complete_values(self, name: str, slot: int, own: tuple[int, ...], sent: Any, place: int) -> tuple[int, ...]:

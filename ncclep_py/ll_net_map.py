@@ -58,6 +58,12 @@ Staged operations (``kernels/ll_net_staged.py``) keep S1 to S6 of ``memory_map``
   For the same reason a second combine of a slot meets all ranks first, staged or not (the host's rule): rows may then be copied into the slot.
 * L-S7 The network is quiet after a CLOSE that succeeds: its HEAD follows both drains.
 
+Rows may be in a user window instead of the slot, ids, weights, REMOTE and staging are where they were. L-N2 holds for it word for word: nothing in
+it asks where a put reads. Writers are those of a slot: ranks of the team and the owner (L-N2, after HEAD of all), NVFP4 packing, and experts, of whom
+the library knows nothing. A put of a combine reads its row until L-N1 has drained it: rows may be written again after a later HEAD of *all* ranks was
+read without a failure, that is after a later dispatch, its send half, or a fused combine, which is the rule of one team. Complete halves and staged
+combines read no HEAD of all ranks. A staged combine puts from the slot, into which rows of a user window are copied.
+
 A duplicate expert in a token can overflow a plane; what a networked rank drops then is recorded there, and the token's combined row is undefined.
 """
 

@@ -222,7 +222,7 @@ MUTANTS = {f"{kernel}: {name}": (kernel, change) for kernel in ("dispatch", "com
     "dispatch: no counts to other teams": ("dispatch", [
         ("put_counts(comm, window, COUNTS_SENT, NET_COUNTS, rank, RANKS, TEAM, EXPERTS)", "code = 0")]),
     "combine: no rows back": ("combine", [(
-        "return_rows(comm, window, slot, RETURNED, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, ROW_BYTES, CONTEXTS)", "at = at")]),
+        "return_rows(comm, payload, slot, window, RETURNED, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, ROW_BYTES, CONTEXTS)", "at = at")]),
     "combine: no check of the header": ("combine", [("            check_header(held, handle, rank, epoch, fail, record)", "            pass")]),
 }
 FACTORY = {"dispatch": make_ll_net_dispatch, "combine": make_ll_net_combine}

@@ -136,16 +136,6 @@ def test_groups_that_are_not_built_are_refused(changes: dict[str, Any], said: st
     assert len(set(run(program, 2))) == 1
 
 
-def test_calls_that_are_not_built_are_refused_and_the_next_is_right() -> None:
-    def program(comm: Any) -> bool:
-        with Group.create(comm, CONFIG) as group, group.create_handle(Layout.EXPERT_MAJOR, num_topk=2) as handle:
-            with pytest.raises(NotImplementedError, match="create_window is not built yet"):
-                group.create_window(1024)
-            return step(group, handle, 0)
-
-    assert run(program, 2) == [True] * 4
-
-
 def test_team_sizes_are_checked() -> None:
     with pytest.raises(ValueError, match="all teams must be of equal size"):
         LocalWorld(4, "sim", team_size=3)

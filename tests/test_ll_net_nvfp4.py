@@ -73,7 +73,7 @@ def test_a_device_without_fp4_is_refused_by_a_sentence() -> None:
         world.run(program)
 
 
-PACK = "pack_rows(window, slot, rank, counters, row_scales, PLANES, CAPACITY, ROW_BYTES)"
+PACK = "pack_rows(payload, slot, rank, counters, row_scales, PLANES, CAPACITY, ROW_BYTES)"
 MUTANTS = {
     "head by the first block": [("last_block(local + BLOCKS_PACKED) == 1", "block_idx() == 0")],
     "no pack": [(PACK, "pass")],

@@ -154,7 +154,7 @@ MUTANTS = {name: change for name, change in SHARED.items() if name not in ("no t
     "a short put": [("HEADER_BYTES + SENT_BYTES + SCALE_BYTES, 3", "HEADER_BYTES + SENT_BYTES + SCALE_BYTES - 16, 3")],
     "messages at half the distance": [("messages + rank * MOST * MESSAGE_BYTES,", "messages + rank * MOST // 2 * MESSAGE_BYTES,")],
     "every block sends what it shares": [("if part == 0:", "if part >= 0:")],
-    "no rows inside my team": [("scatter_row(window, slot, tokens, at,", "scatter_row(window, slot, tokens, first,")],
+    "no rows inside my team": [("scatter_row(payload, place, tokens, at,", "scatter_row(payload, place, tokens, first,")],
     "the last block alone takes": [("at = block_idx() * warps() + warp_idx()", "at = warp_idx()")],
 }
 MAKE = {"make_dispatch": make_ll_net_rank_major_dispatch, "make_combine": make_ll_net_combine}
@@ -182,7 +182,7 @@ def test_kernel_mutant_is_red(name: str) -> None:
 @pytest.mark.parametrize("name", [*SHARED, "no rows back"])
 def test_combine_mutant_is_red(name: str) -> None:
     change = SHARED.get(name) or [(
-        "return_rows(comm, window, slot, RETURNED, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, ROW_BYTES, CONTEXTS)", "at = at")]
+        "return_rows(comm, payload, slot, window, RETURNED, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, ROW_BYTES, CONTEXTS)", "at = at")]
     assert first_red(make_combine=mutant(make_ll_net_combine, *change)) is not None
 
 

@@ -115,12 +115,13 @@ FACTORIES = {Layout.EXPERT_MAJOR: ("ll_net_dispatch", make_ll_net_dispatch),
              Layout.RANK_MAJOR: ("ll_net_rank_major_dispatch", make_ll_net_rank_major_dispatch)}
 STAGE = {Layout.EXPERT_MAJOR: "stage_row(window, SENT_SCALES, scales, at, first, TOPK, EXPERTS,",
          Layout.RANK_MAJOR: "stage_row(window, SENT_SCALES, scales, at, first, TOPK, RANKS,"}
+PLACE = {Layout.EXPERT_MAJOR: "slot", Layout.RANK_MAJOR: "place"}
 MUTANTS: dict[str, list[tuple[str, str]]] = {
     "scale rows are not put": [("HEADER_BYTES + SENT_BYTES + SCALE_BYTES,", "HEADER_BYTES + SENT_BYTES,")],
     "rows of the group's size": [("SENT_BYTES, SCALE_BYTES, SCALES = shape.sent_bytes,", "SENT_BYTES, SCALE_BYTES, SCALES = shape.row_bytes,")],
-    "scales over rows": [("slot, slot + SCALES,", "slot, slot,")],
-    "no scales inside my team": [("scatter_row(window, slot + SCALES,", "scatter_row(window, slot,")],
-    "no quantised scales inside my team": [("spread_row(window, slot + SCALES, SENT_SCALES,", "spread_row(window, slot + SCALES, SENT_ROWS,")],
+    "scales over rows": [("$, $ + SCALES,", "$, $,")],
+    "no scales inside my team": [("scatter_row(payload, $ + SCALES,", "scatter_row(payload, $,")],
+    "no quantised scales inside my team": [("spread_row(payload, $ + SCALES, SENT_SCALES,", "spread_row(payload, $ + SCALES, SENT_ROWS,")],
     "scales are not rounded": [("int(shape.wire.round_scales)", "0")],
     "a quantised row is copied over": [("0 if QUANTISE else SENT_BYTES", "SENT_BYTES")],
 }
@@ -135,7 +136,7 @@ def cases_of(layout: Layout) -> list[Quantised]:
 def test_kernel_mutants_are_red(monkeypatch: pytest.MonkeyPatch, layout: Layout, what: str | None) -> None:
     name, factory = FACTORIES[layout]
     changes = {None: [], "no scales in messages": [(STAGE[layout], STAGE[layout].replace("SENT_SCALES", "SENT_ROWS"))]} | MUTANTS
-    change = changes[what]
+    change = [(old.replace("$", PLACE[layout]), new.replace("$", PLACE[layout])) for old, new in changes[what]]
     monkeypatch.setitem(launch.KERNELS, name, (mutant(factory, *change), launch.KERNELS[name][1]))
     if what is None:
         steps(cases_of(layout), 2)

@@ -415,7 +415,8 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "nothing is given back late": [("code = " + RELEASE.format("epoch", 0, "timeout"), "code = 0")],
         "given back late unseen": [(RELEASE.format("epoch", 0, "timeout"), RELEASE.format("epoch", 1, "timeout"))],
         "no rows over the network": [
-            ("return_rows(comm, window, slot, staging, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, ROW_BYTES, CONTEXTS)", "at = at")],
+            ("return_rows(comm, window, slot, window, staging, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, ROW_BYTES, CONTEXTS)",
+             "at = at")],
         "no rows in my team": [
             ("push_team_row(window, origins, rows, staging, row, PLANES, PLANE_ROWS, EXPERTS, rank, PLACES, ROW_BYTES, begin, stop)", "pass")],
         "no copy of the table": [("copy_table(table, copied, num_tokens, TOPK)", "pass")],

@@ -115,7 +115,7 @@ def test_a_missing_rank_is_named(machine):
     ("[(w * (end - first) + token - first)", "[(w * (end - first) + first - first)", "ids|rows of rank"),
     ("sent + token * message_bytes, rank), scales_to", "sent, rank), scales_to", "rows of plane"),
     ("place, message + header_bytes + row_bytes, scale_bytes", "place, message + header_bytes, scale_bytes", "scales of plane"),
-    ("if (near_by) mine = row_at(window, slot, row, plane_rows", "if (row >= 0) mine = row_at(window, slot, row, plane_rows",
+    ("if (near_by) mine = row_at(rows_window, slot, row, plane_rows", "if (row >= 0) mine = row_at(rows_window, slot, row, plane_rows",
      "addresses memory of rank")])
 def test_mutants_are_found(tmp_path, old, new, said):
     broken = Machine(tmp_path, old, new)

@@ -35,12 +35,13 @@ class Rank:
 
     def __init__(self, group: Group, layout: Layout, seed: int = 1, tokens: int = 4) -> None:
         self.group, self.rank_major = group, layout is Layout.RANK_MAJOR
-        ids = random_routing(group.rank, tokens, TOPK, EXPERTS, seed=seed, dropped=0.2)
+        ranks, experts = group.num_ranks, group.config.num_experts
+        ids = random_routing(group.rank, tokens, TOPK, experts, seed=seed, dropped=0.2)
         self.x = stamped_tokens(group.rank, tokens, group.config.hidden, torch.bfloat16, seed=seed)
         weights = weights_like(ids, seed=seed + group.rank)
         self.weights = weights.nan_to_num() if self.rank_major else weights
         self.handle = group.create_handle(layout, ids)
-        self.shape = (RANKS, MOST, group.config.hidden) if self.rank_major else (EXPERTS // RANKS, RANKS * MOST, group.config.hidden)
+        self.shape = (ranks, MOST, group.config.hidden) if self.rank_major else (experts // ranks, ranks * MOST, group.config.hidden)
 
     def dispatch(self, made: DispatchOutputs | None = None, how: DispatchConfig | None = None) -> DispatchOutputs:
         return self.handle.dispatch(DispatchInputs(self.x, self.weights if self.rank_major else None), made, config=how)

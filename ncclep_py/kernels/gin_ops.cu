@@ -26,9 +26,9 @@ struct Call {   // what every call needs: a context, and that one thread calls
   __device__ __forceinline__ ncclGin_C* net() { return (ncclGin_C*)room; }
 };
 
-NET void gin_put(i64 comm, i64 window, i64 peer, i64 context, i64 target, i64 source, i64 num_bytes) {
+NET void gin_put(i64 comm, i64 window, i64 peer, i64 context, i64 target, i64 source_window, i64 source, i64 num_bytes) {
   Call call(comm, context);
-  ncclGinPut_v3(call.net(), ncclTeamWorld(call.comm), int(peer), (ncclWindow_t)window, target, (ncclWindow_t)window, source, num_bytes,
+  ncclGinPut_v3(call.net(), ncclTeamWorld(call.comm), int(peer), (ncclWindow_t)window, target, (ncclWindow_t)source_window, source, num_bytes,
                 NCCL_GIN_SIGNAL_TYPE_NONE, nullptr, 0, 0, false, ncclGinSignalAdd, 0, false, 0, call.alone, false, nullptr, FENCED, FENCED,
                 ncclGinOptFlagsDefault, ncclGinSegmentTypeDevice);
 }

@@ -15,9 +15,10 @@ from ncclep_py.kernels.stamps import END, HEAD, MEET, ROWS, WAIT_HEADS
 
 __all__ = ["PARAMETERS", "make_ll_net_combine"]
 
-PARAMETERS = ("comm", "window", "rank", "local", "record", "weights", "out", "num_tokens", "rows_valid", "slot", "table", "remote", "header",
-              "handle", "signature", "status", "timeout")
-"""Run-time values of a launch, all 64-bit integers; `comm`: address of the device communicator, `rows_valid`: 0 in an operation that only meets."""
+PARAMETERS = ("comm", "window", "rank", "local", "record", "weights", "out", "num_tokens", "rows_valid", "payload", "slot", "table", "remote",
+              "header", "handle", "signature", "status", "timeout")
+"""Run-time values of a launch, all 64-bit integers; `comm`: address of the device communicator, `rows_valid`: 0 in an operation that only meets;
+`payload`, `slot`: window and offset of the rows, the group's own or a user's."""
 
 
 def make_ll_net_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..., None]:
@@ -37,8 +38,8 @@ def make_ll_net_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..., Non
     trace_begin, stamp = ops.trace_begin, ops.stamp
     STAGING, FLIGHTS, drain_staged = shape.net.num_staging, shape.local.flight(shape.local.num_slots), ops.ll_net_drain_staged
 
-    def ll_net_combine(comm, window, rank, local, record, weights, out, num_tokens, rows_valid, slot, table, remote, header, handle,  # noqa: ANN001, ANN202
-                       signature, status, timeout):
+    def ll_net_combine(comm, window, rank, local, record, weights, out, num_tokens, rows_valid, payload, slot, table, remote, header,  # noqa: ANN001, ANN202
+                       handle, signature, status, timeout):
         trace = trace_begin()
         epoch, fail, count, code = read_epoch(local + EPOCH), local + FAIL, read_count(local + COUNT), 0
         held, drained = read_header(header), 0
@@ -72,7 +73,7 @@ def make_ll_net_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..., Non
                 at = block_idx() * warps() + warp_idx()
                 while at < RANKS * MOST:
                     if at // MOST // TEAM != rank // TEAM:
-                        return_rows(comm, window, slot, RETURNED, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, ROW_BYTES, CONTEXTS)
+                        return_rows(comm, payload, slot, window, RETURNED, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, ROW_BYTES, CONTEXTS)
                     at += blocks() * warps()
         # ---- 4 tell: the last block speaks for the rank ---------------------------------------------------------------------
         if last_block(local + BLOCKS_TOLD) == 1:
@@ -93,9 +94,10 @@ def make_ll_net_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..., Non
             at = block_idx() * warps() + warp_idx()
             while at < num_tokens:
                 if RANK_MAJOR:
-                    sum_row(window, slot, RETURNED, table, out, at, TOPK, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank, TEAM)
+                    sum_row(payload, slot, window, RETURNED, table, out, at, TOPK, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank, TEAM)
                 else:
-                    gather_row(window, slot, RETURNED, table, weights, out, at, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank, TEAM)
+                    gather_row(payload, slot, window, RETURNED, table, weights, out, at, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank,
+                               TEAM)
                 at += blocks() * warps()
         trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:

@@ -18,9 +18,10 @@ from ncclep_py.memory_map import FLIGHT_FAIL
 
 __all__ = ["PARAMETERS", "make_ll_net_dispatch"]
 
-PARAMETERS = ("comm", "window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "expert_counters", "scales", "slot", "table", "remote",
-              "messages", "header", "origins", "kept", "flight", "flying", "handle", "signature", "status", "timeout")
-"""Run-time values of a launch, all 64-bit integers; `comm`: address of the device communicator, `messages`: window offset of the slot's messages;
+PARAMETERS = ("comm", "window", "rank", "local", "record", "tokens", "topk_idx", "num_tokens", "expert_counters", "scales", "payload", "slot",
+              "table", "remote", "messages", "header", "origins", "kept", "flight", "flying", "handle", "signature", "status", "timeout")
+"""Run-time values of a launch, all 64-bit integers; `comm`: address of the device communicator, `payload`, `slot`: window and offset of the
+rows, the group's own or a user's, `messages`: window offset of the slot's messages;
 `flight`, `flying`: only of a send half, see ``ll_net_staged``."""
 
 
@@ -55,8 +56,8 @@ def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary, send_only: bool = F
     drain_staged, keep_rows, store_origins, put_flight = (
         ops.ll_net_drain_staged, ops.ll_net_keep_rows, ops.ll_net_store_origins, ops.ll_net_put_flight)
 
-    def ll_net_dispatch(comm, window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, slot, table,  # noqa: ANN001, ANN202
-                        remote, messages, header, origins, kept, flight, flying, handle, signature, status, timeout):
+    def ll_net_dispatch(comm, window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, payload, slot,  # noqa: ANN001, ANN202
+                        table, remote, messages, header, origins, kept, flight, flying, handle, signature, status, timeout):
         trace = trace_begin()
         epoch, fail = read_epoch(local + EPOCH), flight + FLIGHT_FAIL if SEND else local + FAIL
         count, code, drained = read_count(local + COUNT), 0, 0
@@ -116,13 +117,13 @@ def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary, send_only: bool = F
                 at = first + warp_idx()
                 while at < end:
                     if QUANTISE:
-                        spread_row(window, slot, SENT_ROWS, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, MESSAGE_BYTES, rank, TEAM)
-                        spread_row(window, slot + SCALES, SENT_SCALES, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES, MESSAGE_BYTES, rank,
+                        spread_row(payload, slot, SENT_ROWS, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, MESSAGE_BYTES, rank, TEAM)
+                        spread_row(payload, slot + SCALES, SENT_SCALES, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES, MESSAGE_BYTES, rank,
                                    TEAM)
                     else:
-                        scatter_row(window, slot, tokens, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, rank, TEAM)
+                        scatter_row(payload, slot, tokens, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, rank, TEAM)
                         if SCALE_BYTES > 0:
-                            scatter_row(window, slot + SCALES, scales, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES, rank, TEAM)
+                            scatter_row(payload, slot + SCALES, scales, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, SCALE_BYTES, rank, TEAM)
                     if STAGING > 0:
                         store_origins(window, origins, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS, rank, TEAM, PLACES)
                     at += warps()
@@ -151,7 +152,7 @@ def make_ll_net_dispatch(shape: LLNetShape, ops: Vocabulary, send_only: bool = F
             at = block_idx() * warps() + warp_idx()
             while at < RANKS * MOST:
                 if at // MOST // TEAM != rank // TEAM:
-                    take_row(window, slot, slot + SCALES, messages, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS, RANKS, PLANE_ROWS,
+                    take_row(payload, slot, slot + SCALES, window, messages, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS, RANKS, PLANE_ROWS,
                              SENT_BYTES, SCALE_BYTES, HEADER_BYTES, MESSAGE_BYTES, rank, epoch, fail, record)
                 at += blocks() * warps()
         if last_block(local + BLOCKS_DONE) == 1:

@@ -15,9 +15,9 @@ from ncclep_py.kernels.stamps import END, HEAD, MEET, PACK, ROWS, WAIT_HEADS
 
 __all__ = ["PARAMETERS", "make_ll_net_nvfp4_combine"]
 
-PARAMETERS = ("comm", "window", "rank", "local", "record", "row_scales", "counters", "weights", "out", "num_tokens", "slot", "table", "remote",
-              "header", "handle", "signature", "status", "timeout")
-"""Run-time values of a launch, all 64-bit integers; `comm`: address of the device communicator."""
+PARAMETERS = ("comm", "window", "rank", "local", "record", "row_scales", "counters", "weights", "out", "num_tokens", "payload", "slot", "table",
+              "remote", "header", "handle", "signature", "status", "timeout")
+"""Run-time values of a launch, all 64-bit integers; `comm`: address of the device communicator, `payload`, `slot`: window and offset of the rows."""
 
 
 def make_ll_net_nvfp4_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..., None]:
@@ -41,7 +41,7 @@ def make_ll_net_nvfp4_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..
     trace_begin, stamp = ops.trace_begin, ops.stamp
     STAGING, FLIGHTS, drain_staged = shape.net.num_staging, shape.local.flight(shape.local.num_slots), ops.ll_net_drain_staged
 
-    def ll_net_nvfp4_combine(comm, window, rank, local, record, row_scales, counters, weights, out, num_tokens, slot, table,  # noqa: ANN001, ANN202
+    def ll_net_nvfp4_combine(comm, window, rank, local, record, row_scales, counters, weights, out, num_tokens, payload, slot, table,  # noqa: ANN001, ANN202
                              remote, header, handle, signature, status, timeout):
         trace = trace_begin()
         epoch, fail, count, code = read_epoch(local + EPOCH), local + FAIL, read_count(local + COUNT), 0
@@ -50,7 +50,7 @@ def make_ll_net_nvfp4_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..
         trace = stamp(trace, PACK)
         if status == 0:
             if check_header(held, handle, rank, epoch, fail, record) == 0:   # else all refuse it by my HEAD; my record says more
-                pack_rows(window, slot, rank, counters, row_scales, PLANES, CAPACITY, ROW_BYTES)
+                pack_rows(payload, slot, rank, counters, row_scales, PLANES, CAPACITY, ROW_BYTES)
         # ---- 2 head: all blocks have packed, and what networked ranks ever put is here ------------------------------------
         trace = stamp(trace, HEAD)
         if last_block(local + BLOCKS_PACKED) == 1:
@@ -78,7 +78,7 @@ def make_ll_net_nvfp4_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..
             at = block_idx() * warps() + warp_idx()
             while at < RANKS * MOST:
                 if at // MOST // TEAM != rank // TEAM:
-                    return_rows(comm, window, slot, RETURNED, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, PACKED_BYTES, CONTEXTS)
+                    return_rows(comm, payload, slot, window, RETURNED, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, PACKED_BYTES, CONTEXTS)
                 at += blocks() * warps()
         # ---- 5 tell: the last block speaks for the rank ---------------------------------------------------------------------
         if last_block(local + BLOCKS_TOLD) == 1:
@@ -98,7 +98,8 @@ def make_ll_net_nvfp4_combine(shape: LLNetShape, ops: Vocabulary) -> Callable[..
         if code == 0:
             at = block_idx() * warps() + warp_idx()
             while at < num_tokens:
-                sum_packed_row(window, slot, RETURNED, table, weights, out, at, TOPK, PLANES_OF_ALL, RANKS, PLANE_ROWS, ROW_BYTES, rank, TEAM)
+                sum_packed_row(payload, slot, window, RETURNED, table, weights, out, at, TOPK, PLANES_OF_ALL, RANKS, PLANE_ROWS, ROW_BYTES, rank,
+                               TEAM)
                 at += blocks() * warps()
         trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:

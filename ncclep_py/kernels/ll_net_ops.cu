@@ -83,7 +83,7 @@ OP ep_ll_net_put_counts(i64 comm, i64 window, i64 counts_sent, i64 net_counts, i
   net_release();
   for (int i = lane(); i < networked_ranks(num_ranks, team_size); i += 32) {
     int peer = networked(i, rank, team_size);
-    gin_put(comm, window, peer, 0, net_counts + rank * size, counts_sent + peer / int(team_size) * size, size);
+    gin_put(comm, window, peer, 0, net_counts + rank * size, window, counts_sent + peer / int(team_size) * size, size);
   }
   __syncwarp();
   return 0;
@@ -196,7 +196,7 @@ OP ep_ll_net_send_row(i64 comm, i64 window, i64 sent, i64 messages, i64 tokens, 
   }
   move_row(tokens + token * row_bytes, message + header_bytes, int(row_bytes / 16));
   net_release();
-  if (puts) gin_put(comm, window, host, token % contexts, messages + at, sent + at, put_bytes);
+  if (puts) gin_put(comm, window, host, token % contexts, messages + at, window, sent + at, put_bytes);
   __syncwarp();
   return 0;
 }
@@ -274,12 +274,12 @@ OP ep_ll_net_wait_data(i64 comm, i64 window, i64 tags, i64 rank, i64 num_ranks, 
   }
   return tell_block(code);
 }
-INLINE void take(i64 window, i64 slot, i64 place, u64 from, i64 row_bytes, i64 rank) {   // of lanes with a place
-  spread_row<false>(from, place >= 0 ? peer_at(window, slot + place * row_bytes, rank) : 0, 0, int(row_bytes / 16));
+INLINE void take(i64 rows_window, i64 slot, i64 place, u64 from, i64 row_bytes, i64 rank) {   // of lanes with a place
+  spread_row<false>(from, place >= 0 ? peer_at(rows_window, slot + place * row_bytes, rank) : 0, 0, int(row_bytes / 16));
 }
-OP ep_ll_net_take_row(i64 window, i64 slot, i64 slot_scales, i64 messages, i64 remote, i64 source, i64 token, i64 most, i64 num_topk, i64 num_experts,
-                      i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 scale_bytes, i64 header_bytes, i64 message_bytes, i64 rank, i64 epoch,
-                      i64 fail, i64 record) {
+OP ep_ll_net_take_row(i64 rows_window, i64 slot, i64 slot_scales, i64 window, i64 messages, i64 remote, i64 source, i64 token, i64 most, i64 num_topk,
+                      i64 num_experts, i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 scale_bytes, i64 header_bytes, i64 message_bytes, i64 rank,
+                      i64 epoch, i64 fail, i64 record) {
   const u32* got = got_rows(num_experts);
   int local = int(num_experts) / int(num_ranks), plane = int(plane_rows), place = -1;
   i64 index = source * most + token;
@@ -292,8 +292,8 @@ OP ep_ll_net_take_row(i64 window, i64 slot, i64 slot_scales, i64 messages, i64 r
     if (row < u32(plane)) place = e * plane + int(row);
     else note(fail, record, OVERFLOW, epoch, ROWS, rank, rank, rank, row, plane_rows);
   }
-  take(window, slot, place, message + header_bytes, row_bytes, rank);
-  if (scale_bytes) take(window, slot_scales, place, message + header_bytes + row_bytes, scale_bytes, rank);
+  take(rows_window, slot, place, message + header_bytes, row_bytes, rank);
+  if (scale_bytes) take(rows_window, slot_scales, place, message + header_bytes + row_bytes, scale_bytes, rank);
   if (lane() < num_topk) ((int*)remote)[index * num_topk + lane()] = place;
   return 0;
 }
@@ -314,9 +314,9 @@ OP ep_ll_net_send_routing(i64 window, i64 slot_ids, i64 slot_weights, i64 table,
   spread_routing(window, slot_ids, slot_weights, near_by ? row : -1, e, weight, num_topk, num_experts, num_ranks, plane_rows, global_ids);
   return 0;
 }
-OP ep_ll_net_take_token(i64 window, i64 slot, i64 slot_scales, i64 slot_ids, i64 slot_weights, i64 messages, i64 remote, i64 source, i64 token,
-                        i64 most, i64 num_topk, i64 num_experts, i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 scale_bytes, i64 header_bytes,
-                        i64 message_bytes, i64 global_ids, i64 rank, i64 epoch) {
+OP ep_ll_net_take_token(i64 rows_window, i64 slot, i64 slot_scales, i64 window, i64 slot_ids, i64 slot_weights, i64 messages, i64 remote, i64 source,
+                        i64 token, i64 most, i64 num_topk, i64 num_experts, i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 scale_bytes,
+                        i64 header_bytes, i64 message_bytes, i64 global_ids, i64 rank, i64 epoch) {
   i64 index = source * most + token;
   u64 message = peer_at(window, messages + index * message_bytes, rank);
   bool sent = *(const u64*)message == tagged(1, u32(epoch));   // the same for all lanes; fresh memory has none
@@ -326,8 +326,8 @@ OP ep_ll_net_take_token(i64 window, i64 slot, i64 slot_scales, i64 slot_ids, i64
   if (sent && lane() < num_topk) row = words[0], e = words[num_topk], weight = u32(words[2 * num_topk]);
   if (host_of(row, num_ranks, num_ranks, plane_rows) != rank) row = -1;
   int place = row < 0 ? -1 : row % int(plane_rows);
-  take(window, slot, place, message + header_bytes, row_bytes, rank);
-  if (scale_bytes) take(window, slot_scales, place, message + header_bytes + row_bytes, scale_bytes, rank);
+  take(rows_window, slot, place, message + header_bytes, row_bytes, rank);
+  if (scale_bytes) take(rows_window, slot_scales, place, message + header_bytes + row_bytes, scale_bytes, rank);
   spread_routing(window, slot_ids, slot_weights, row, e, weight, num_topk, num_experts, num_ranks, plane_rows, global_ids);
   if (lane() < num_topk) ((int*)remote)[index * num_topk + lane()] = place;
   return 0;
@@ -364,22 +364,23 @@ OP ep_ll_net_take_arrived_rows(i64 window, i64 arrived, i64 tags, i64 slot_ids, 
 }
 
 // ---- combine -------------------------------------------------------------------------------------------------------------------------------------
-OP ep_ll_net_return_rows(i64 comm, i64 window, i64 slot, i64 returned, i64 remote, i64 source, i64 token, i64 most, i64 num_topk, i64 row_bytes,
-                         i64 put_bytes, i64 contexts) {
+OP ep_ll_net_return_rows(i64 comm, i64 rows_window, i64 slot, i64 window, i64 returned, i64 remote, i64 source, i64 token, i64 most, i64 num_topk,
+                         i64 row_bytes, i64 put_bytes, i64 contexts) {
   int place = lane() < num_topk ? ((const int*)remote)[(source * most + token) * num_topk + lane()] : -1;
   if (!__any_sync(~0u, place >= 0)) return 0;
   net_release();
   if (place >= 0)
-    gin_put(comm, window, source, token % contexts, returned + (token * num_topk + lane()) * row_bytes, slot + i64(place) * row_bytes, put_bytes);
+    gin_put(comm, window, source, token % contexts, returned + (token * num_topk + lane()) * row_bytes, rows_window, slot + i64(place) * row_bytes,
+            put_bytes);
   __syncwarp();
   return 0;
 }
-OP ep_ll_net_gather_row(i64 window, i64 slot, i64 returned, i64 table, i64 weights, i64 out, i64 token, i64 num_topk, i64 num_experts, i64 num_ranks,
-                        i64 plane_rows, i64 row_bytes, i64 token_type, i64 rank, i64 team_size) {
+OP ep_ll_net_gather_row(i64 rows_window, i64 slot, i64 window, i64 returned, i64 table, i64 weights, i64 out, i64 token, i64 num_topk,
+                        i64 num_experts, i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 token_type, i64 rank, i64 team_size) {
   Routing my = load_routing(table, weights, token, num_topk);
   bool near_by = of_team(host_of(my.row, num_experts, num_ranks, plane_rows), rank, team_size);
   u64 mine = 0;
-  if (near_by) mine = row_at(window, slot, my.row, int(num_experts) / int(num_ranks) * plane_rows, row_bytes);
+  if (near_by) mine = row_at(rows_window, slot, my.row, int(num_experts) / int(num_ranks) * plane_rows, row_bytes);
   else if (my.row >= 0) mine = peer_at(window, returned + (token * num_topk + lane()) * row_bytes, rank);
   u32 live = __ballot_sync(~0u, mine != 0);
   u64 to = out + token * row_bytes;
@@ -389,23 +390,23 @@ OP ep_ll_net_gather_row(i64 window, i64 slot, i64 returned, i64 table, i64 weigh
   else gather<2>(mine, my.weight, live, to, 0, end);
   return 0;
 }
-OP ep_ll_net_sum_row(i64 window, i64 slot, i64 returned, i64 table, i64 out, i64 token, i64 num_topk, i64 num_ranks, i64 plane_rows, i64 row_bytes,
-                     i64 token_type, i64 rank, i64 team_size) {
+OP ep_ll_net_sum_row(i64 rows_window, i64 slot, i64 window, i64 returned, i64 table, i64 out, i64 token, i64 num_topk, i64 num_ranks, i64 plane_rows,
+                     i64 row_bytes, i64 token_type, i64 rank, i64 team_size) {
   int row = lane() < num_topk ? ((const int*)table)[token * num_topk + lane()] : -1;
   bool near_by = of_team(host_of(row, num_ranks, num_ranks, plane_rows), rank, team_size);
   u64 mine = 0;
-  if (near_by) mine = row_at(window, slot, row, plane_rows, row_bytes);
+  if (near_by) mine = row_at(rows_window, slot, row, plane_rows, row_bytes);
   else if (row >= 0) mine = peer_at(window, returned + (token * num_topk + lane()) * row_bytes, rank);
   sum_rows(mine, out + token * row_bytes, token_type, 0, int(row_bytes / 16));
   return 0;
 }
-OP ep_ll_net_sum_packed_row(i64 window, i64 slot, i64 returned, i64 table, i64 weights, i64 out, i64 token, i64 num_topk, i64 num_experts,
-                            i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 rank, i64 team_size) {
+OP ep_ll_net_sum_packed_row(i64 rows_window, i64 slot, i64 window, i64 returned, i64 table, i64 weights, i64 out, i64 token, i64 num_topk,
+                            i64 num_experts, i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 rank, i64 team_size) {
   i64 at = token * num_topk + lane();
   int row = lane() < num_topk ? ((const int*)table)[at] : -1;
   bool near_by = of_team(host_of(row, num_experts, num_ranks, plane_rows), rank, team_size);
   u64 mine = 0;
-  if (near_by) mine = row_at(window, slot, row, int(num_experts) / int(num_ranks) * plane_rows, row_bytes);
+  if (near_by) mine = row_at(rows_window, slot, row, int(num_experts) / int(num_ranks) * plane_rows, row_bytes);
   else if (row >= 0) mine = peer_at(window, returned + at * row_bytes, rank);
   return sum_packed(mine, weights, at, out + token * row_bytes, row_bytes, 0, row_bytes / 1024);
 }

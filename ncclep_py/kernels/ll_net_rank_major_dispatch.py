@@ -20,9 +20,10 @@ from ncclep_py.memory_map import FLIGHT_FAIL
 __all__ = ["PARAMETERS", "make_ll_net_rank_major_dispatch"]
 
 PARAMETERS = ("comm", "window", "rank", "local", "record", "tokens", "topk_idx", "topk_weights", "num_tokens", "src_rank_counters", "global_ids",
-              "scales", "slot", "table", "remote", "messages", "header", "origins", "kept", "flight", "arrived", "tags", "handle", "signature",
-              "status", "timeout")
-"""Run-time values of a launch, all 64-bit integers; `comm`: address of the device communicator, `messages`: window offset of the slot's messages,
+              "scales", "payload", "place", "slot", "table", "remote", "messages", "header", "origins", "kept", "flight", "arrived", "tags",
+              "handle", "signature", "status", "timeout")
+"""Run-time values of a launch, all 64-bit integers; `comm`: address of the device communicator, `payload`, `place`: window and offset of the
+rows, the group's own or a user's (ids and weights are in `slot`), `messages`: window offset of the slot's messages,
 `arrived`, `tags`: ARRIVED and TAGS, of a send half ARRIVALS of the slot; `flight`: only of a send half, see ``ll_net_staged``."""
 
 
@@ -56,8 +57,8 @@ def make_ll_net_rank_major_dispatch(shape: LLNetShape, ops: Vocabulary, send_onl
     drain_staged, keep_counters, store_origins = ops.ll_net_drain_staged, ops.keep_counters, ops.ll_net_store_origins
 
     def ll_net_rank_major_dispatch(comm, window, rank, local, record, tokens, topk_idx, topk_weights, num_tokens, src_rank_counters,  # noqa: ANN001, ANN202
-                                   global_ids, scales, slot, table, remote, messages, header, origins, kept, flight, arrived, tags, handle,
-                                   signature, status, timeout):
+                                   global_ids, scales, payload, place, slot, table, remote, messages, header, origins, kept, flight, arrived, tags,
+                                   handle, signature, status, timeout):
         trace = trace_begin()
         epoch, fail = read_epoch(local + EPOCH), flight + FLIGHT_FAIL if SEND else local + FAIL
         count, code, drained = read_count(local + COUNT), 0, 0
@@ -103,13 +104,13 @@ def make_ll_net_rank_major_dispatch(shape: LLNetShape, ops: Vocabulary, send_onl
                 at = first + warp_idx()
                 while at < end:
                     if QUANTISE:
-                        spread_row(window, slot, SENT_ROWS, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, SENT_BYTES, MESSAGE_BYTES, rank, TEAM)
-                        spread_row(window, slot + SCALES, SENT_SCALES, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, SCALE_BYTES, MESSAGE_BYTES, rank,
+                        spread_row(payload, place, SENT_ROWS, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, SENT_BYTES, MESSAGE_BYTES, rank, TEAM)
+                        spread_row(payload, place + SCALES, SENT_SCALES, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, SCALE_BYTES, MESSAGE_BYTES, rank,
                                    TEAM)
                     else:
-                        scatter_row(window, slot, tokens, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, SENT_BYTES, rank, TEAM)
+                        scatter_row(payload, place, tokens, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, SENT_BYTES, rank, TEAM)
                         if SCALE_BYTES > 0:
-                            scatter_row(window, slot + SCALES, scales, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, SCALE_BYTES, rank, TEAM)
+                            scatter_row(payload, place + SCALES, scales, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, SCALE_BYTES, rank, TEAM)
                     send_routing(window, slot + IDS, slot + WEIGHTS, table, at, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS, global_ids, rank, TEAM)
                     if STAGING > 0:
                         store_origins(window, origins, at, first, TOPK, RANKS, RANKS, PLANE_ROWS, rank, TEAM, PLACES)
@@ -137,8 +138,8 @@ def make_ll_net_rank_major_dispatch(shape: LLNetShape, ops: Vocabulary, send_onl
             at = block_idx() * warps() + warp_idx()
             while at < RANKS * MOST:
                 if at // MOST // TEAM != rank // TEAM:
-                    take_token(window, slot, slot + SCALES, slot + IDS, slot + WEIGHTS, messages, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS,
-                               RANKS, PLANE_ROWS, SENT_BYTES, SCALE_BYTES, HEADER_BYTES, MESSAGE_BYTES, global_ids, rank, epoch)
+                    take_token(payload, place, place + SCALES, window, slot + IDS, slot + WEIGHTS, messages, remote, at // MOST, at % MOST, MOST,
+                               TOPK, EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, SCALE_BYTES, HEADER_BYTES, MESSAGE_BYTES, global_ids, rank, epoch)
                 at += blocks() * warps()
         if last_block(local + BLOCKS_DONE) == 1:
             code = op_code(fail, epoch)

@@ -71,7 +71,7 @@ def make_ll_net_dispatch_complete(shape: LLNetShape, ops: Vocabulary) -> Callabl
             at = block_idx() * warps() + warp_idx()
             while at < RANKS * MOST:
                 if at // MOST // TEAM != rank // TEAM:
-                    take_row(window, slot, slot + SCALES, messages, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS, RANKS, PLANE_ROWS,
+                    take_row(window, slot, slot + SCALES, window, messages, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS, RANKS, PLANE_ROWS,
                              SENT_BYTES, SCALE_BYTES, HEADER_BYTES, MESSAGE_BYTES, rank, epoch, fail, record)
                 at += blocks() * warps()
         trace = stamp(trace, MEET)
@@ -112,8 +112,8 @@ def make_ll_net_rank_major_complete(shape: LLNetShape, ops: Vocabulary) -> Calla
             at = block_idx() * warps() + warp_idx()
             while at < RANKS * MOST:
                 if at // MOST // TEAM != rank // TEAM:
-                    take_token(window, slot, slot + SCALES, slot + IDS, slot + WEIGHTS, messages, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS,
-                               RANKS, PLANE_ROWS, SENT_BYTES, SCALE_BYTES, HEADER_BYTES, MESSAGE_BYTES, global_ids, rank, epoch)
+                    take_token(window, slot, slot + SCALES, window, slot + IDS, slot + WEIGHTS, messages, remote, at // MOST, at % MOST, MOST, TOPK,
+                               EXPERTS, RANKS, PLANE_ROWS, SENT_BYTES, SCALE_BYTES, HEADER_BYTES, MESSAGE_BYTES, global_ids, rank, epoch)
                 at += blocks() * warps()
         trace = stamp(trace, MEET)
         if last_block(local + BLOCKS_DONE) == 1:
@@ -171,7 +171,7 @@ def make_ll_net_combine_send(shape: LLNetShape, ops: Vocabulary) -> Callable[...
                 at = block_idx() * warps() + warp_idx()
                 while at < RANKS * MOST:
                     if at // MOST // TEAM != rank // TEAM:
-                        return_rows(comm, window, slot, staging, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, ROW_BYTES, CONTEXTS)
+                        return_rows(comm, window, slot, window, staging, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, ROW_BYTES, CONTEXTS)
                     at += blocks() * warps()
                 copy_table(table, copied, num_tokens, TOPK)
                 first = rank // TEAM * TEAM   # RANK_MAJOR: planes are source ranks, those of my team are neighbours

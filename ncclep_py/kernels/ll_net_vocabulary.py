@@ -67,16 +67,16 @@ LL_NET_OPERATIONS: tuple[tuple, ...] = (
      "Acquire, system scope: wait for the DATA signals of networked ranks on all contexts, then look at their TAGS. Non-zero if one does not come, "
      "or gave up.", True),
     ("ll_net_take_row", "warp",
-     f"window slot slot_scales messages remote source token most {_SIZES} plane_rows row_bytes scale_bytes header_bytes message_bytes rank epoch "
-     "fail record", "ld.weak staging; st.weak slot; st.weak slot_scales; st.weak remote",
+     f"rows_window slot slot_scales window messages remote source token most {_SIZES} plane_rows row_bytes scale_bytes header_bytes message_bytes "
+     "rank epoch fail record", "ld.weak staging; st.weak slot; st.weak slot_scales; st.weak remote",
      "Copy a received row and its scale row to their places, and keep them."),
     # ---- RANK_MAJOR ---------------------------------------------------------------------------------------------------
     ("ll_net_send_routing", "warp",
      f"window slot_ids slot_weights table token first end {_SIZES} plane_rows global_ids rank team_size",
      "st.weak table; st.weak slot_ids; st.weak slot_weights", "`send_routing` to the ranks of my team; all its rows to the table."),
     ("ll_net_take_token", "warp",
-     f"window slot slot_scales slot_ids slot_weights messages remote source token most {_SIZES} plane_rows row_bytes scale_bytes header_bytes "
-     "message_bytes global_ids rank epoch",
+     f"rows_window slot slot_scales window slot_ids slot_weights messages remote source token most {_SIZES} plane_rows row_bytes scale_bytes "
+     "header_bytes message_bytes global_ids rank epoch",
      "ld.weak staging; st.weak slot; st.weak slot_scales; st.weak slot_ids; st.weak slot_weights; st.weak remote",
      "Copy what a message brings to its place: row, scale row, ids (-1 where another rank hosts the expert) and weights; and keep the place."),
     ("ll_net_publish_arrived_rows", "warp", "window arrived rank team_size epoch", "fence.acq_rel.sys; st.relaxed.sys arrived",
@@ -87,15 +87,15 @@ LL_NET_OPERATIONS: tuple[tuple, ...] = (
      "ld.relaxed.sys arrived; ld.relaxed.sys tag; st.weak src_rank_counters; bar.sync; st.weak slot_ids",
      "After `ll_net_wait_data` and `ht_net_wait_arrived`: `take_arrived_rows`, of other teams from their TAGs."),
     # ---- combine ------------------------------------------------------------------------------------------------------
-    ("ll_net_return_rows", "warp", "comm window slot returned remote source token most num_topk row_bytes put_bytes contexts",
+    ("ll_net_return_rows", "warp", "comm rows_window slot window returned remote source token most num_topk row_bytes put_bytes contexts",
      f"ld.weak remote; {_ISSUE}", "Put what experts made of a received token's rows back to its source, the first bytes of each."),
     ("ll_net_gather_row", "warp",
-     f"window slot returned table weights out token {_SIZES} plane_rows row_bytes token_type rank team_size",
+     f"rows_window slot window returned table weights out token {_SIZES} plane_rows row_bytes token_type rank team_size",
      "ld.weak table; ld.nc weights; ld.weak slot; ld.weak returned; st.weak out",
      "`gather_row` of a whole row: rows of my team from where they are, others from what came back."),
-    ("ll_net_sum_row", "warp", "window slot returned table out token num_topk num_ranks plane_rows row_bytes token_type rank team_size",
+    ("ll_net_sum_row", "warp", "rows_window slot window returned table out token num_topk num_ranks plane_rows row_bytes token_type rank team_size",
      "ld.weak table; ld.weak slot; ld.weak returned; st.weak out", "`sum_row` of a whole row, from the same places."),
-    ("ll_net_sum_packed_row", "warp", f"window slot returned table weights out token {_SIZES} plane_rows row_bytes rank team_size",
+    ("ll_net_sum_packed_row", "warp", f"rows_window slot window returned table weights out token {_SIZES} plane_rows row_bytes rank team_size",
      "ld.weak table; ld.weak slot; ld.weak returned; ld.nc weights; st.weak out", "`sum_packed_row` of a whole row, from the same places."),
 )
 """In the order of an operation's life."""

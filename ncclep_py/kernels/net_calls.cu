@@ -8,7 +8,7 @@
 INLINE void net_release() { __syncwarp(); fence_system(); }
 
 INLINE void net_put(i64 comm, i64 window, i64 peer, i64 context, i64 target, i64 source, i64 num_bytes) {   // after net_release
-  if (lane() == 0 && num_bytes > 0) gin_put(comm, window, peer, context, target, source, num_bytes);
+  if (lane() == 0 && num_bytes > 0) gin_put(comm, window, peer, context, target, window, source, num_bytes);
   __syncwarp();
 }
 INLINE void net_put_value(i64 comm, i64 window, i64 peer, i64 context, i64 target, u64 value) {

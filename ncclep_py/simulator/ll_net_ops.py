@@ -380,9 +380,9 @@ def ll_net_wait_data(call: Call, task: Task, comm: int, window: int, tags: int, 
                         {"net": net, "tag": look})
 
 
-def ll_net_take_row(call: Call, task: Task, window: int, slot: int, slot_scales: int, messages: int, remote: int, source: int, token: int, most: int,
-                    num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, scale_bytes: int, header_bytes: int,
-                    message_bytes: int, rank: int, epoch: int, fail: int, record: int) -> int:
+def ll_net_take_row(call: Call, task: Task, rows_window: int, slot: int, slot_scales: int, window: int, messages: int, remote: int, source: int,
+                    token: int, most: int, num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, scale_bytes: int,
+                    header_bytes: int, message_bytes: int, rank: int, epoch: int, fail: int, record: int) -> int:
     """A received row to its places."""
     local = num_experts // num_ranks
     at = messages + (source * most + token) * message_bytes
@@ -409,7 +409,7 @@ def ll_net_take_row(call: Call, task: Task, window: int, slot: int, slot_scales:
     def store(access: Access, offset: int, data: np.ndarray) -> None:
         for place in places.tolist():
             if place >= 0 and len(data):
-                access.write(_local(call, task, window, offset + place * len(data)), data)
+                access.write(_local(call, task, rows_window, offset + place * len(data)), data)
                 call.scheduler.split()
 
     def keep(access: Access) -> None:
@@ -447,14 +447,16 @@ def ll_net_send_routing(call: Call, task: Task, window: int, slot_ids: int, slot
         "slot_weights": lambda a: to_team(a, slot_weights, False)})
 
 
-def ll_net_take_token(call: Call, task: Task, window: int, slot: int, slot_scales: int, slot_ids: int, slot_weights: int, messages: int, remote: int,
-                      source: int, token: int, most: int, num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int,
-                      scale_bytes: int, header_bytes: int, message_bytes: int, global_ids: int, rank: int, epoch: int) -> int:
+def ll_net_take_token(call: Call, task: Task, rows_window: int, slot: int, slot_scales: int, window: int, slot_ids: int, slot_weights: int,
+                      messages: int, remote: int, source: int, token: int, most: int, num_topk: int, num_experts: int, num_ranks: int,
+                      plane_rows: int, row_bytes: int, scale_bytes: int, header_bytes: int, message_bytes: int, global_ids: int, rank: int,
+                      epoch: int) -> int:
     """A received row, its scales, ids and weights to their place."""
     at = messages + (source * most + token) * message_bytes
     places = np.full(num_topk, -1, np.int32)
     parts: dict[str, np.ndarray] = {}
-    offsets = {"slot": slot, "slot_scales": slot_scales, "slot_ids": slot_ids, "slot_weights": slot_weights}
+    places_of = {"slot": (rows_window, slot), "slot_scales": (rows_window, slot_scales), "slot_ids": (window, slot_ids),
+                 "slot_weights": (window, slot_weights)}
 
     def load(access: Access) -> None:
         message = access.read(_local(call, task, window, at), header_bytes + row_bytes + scale_bytes)
@@ -469,9 +471,9 @@ def ll_net_take_token(call: Call, task: Task, window: int, slot: int, slot_scale
 
     def store(access: Access) -> None:
         for place in places[places >= 0].tolist():
-            part = parts[access.effect.noun]
+            part, (where, begin) = parts[access.effect.noun], places_of[access.effect.noun]
             if len(part):
-                access.write(_local(call, task, window, offsets[access.effect.noun] + place * len(part)), part)
+                access.write(_local(call, task, where, begin + place * len(part)), part)
 
     def keep(access: Access) -> None:
         access.write(remote + 4 * (source * most + token) * num_topk, places.view(np.uint8))
@@ -530,8 +532,8 @@ def ll_net_take_arrived_rows(call: Call, task: Task, window: int, arrived: int, 
 
 
 # ---- combine ---------------------------------------------------------------------------------------------------------------------
-def ll_net_return_rows(call: Call, task: Task, comm: int, window: int, slot: int, returned: int, remote: int, source: int, token: int, most: int,
-                       num_topk: int, row_bytes: int, put_bytes: int, contexts: int) -> int:
+def ll_net_return_rows(call: Call, task: Task, comm: int, rows_window: int, slot: int, window: int, returned: int, remote: int, source: int,
+                       token: int, most: int, num_topk: int, row_bytes: int, put_bytes: int, contexts: int) -> int:
     """A received token's rows back to its source."""
     places: list[int] = []
 
@@ -542,14 +544,15 @@ def ll_net_return_rows(call: Call, task: Task, comm: int, window: int, slot: int
         for k, place in enumerate(places):
             if place >= 0:
                 _network(call, comm).put(task, window, source, token % contexts, returned + (token * num_topk + k) * row_bytes,
-                                         slot + place * row_bytes, put_bytes)
+                                         slot + place * row_bytes, put_bytes, rows_window)
                 call.scheduler.split()
 
     return call.perform(task, (), {"remote": load, "net": net})
 
 
-def ll_net_gather_row(call: Call, task: Task, window: int, slot: int, returned: int, table: int, weights: int, out: int, token: int, num_topk: int,
-                      num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, token_type: int, rank: int, team_size: int) -> int:
+def ll_net_gather_row(call: Call, task: Task, rows_window: int, slot: int, window: int, returned: int, table: int, weights: int, out: int,
+                      token: int, num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, token_type: int, rank: int,
+                      team_size: int) -> int:
     """A combined row, of rows of my team and of what came back."""
     rows_per_rank, team = num_experts // num_ranks * plane_rows, _team(rank, team_size)
     rows: list[int] = []
@@ -566,7 +569,7 @@ def ll_net_gather_row(call: Call, task: Task, window: int, slot: int, returned: 
     def pull(access: Access) -> None:
         for k, row in enumerate(rows):
             if row >= 0 and row // rows_per_rank in team:
-                pieces[k] = access.read(_row(call, task, window, slot, row, rows_per_rank, row_bytes), row_bytes).copy()
+                pieces[k] = access.read(_row(call, task, rows_window, slot, row, rows_per_rank, row_bytes), row_bytes).copy()
                 call.scheduler.split()
 
     def take(access: Access) -> None:
@@ -583,8 +586,8 @@ def ll_net_gather_row(call: Call, task: Task, window: int, slot: int, returned: 
     return call.perform(task, (), {"table": read_table, "weights": read_weights, "slot": pull, "returned": take, "out": add})
 
 
-def ll_net_sum_row(call: Call, task: Task, window: int, slot: int, returned: int, table: int, out: int, token: int, num_topk: int, num_ranks: int,
-                   plane_rows: int, row_bytes: int, token_type: int, rank: int, team_size: int) -> int:
+def ll_net_sum_row(call: Call, task: Task, rows_window: int, slot: int, window: int, returned: int, table: int, out: int, token: int,
+                   num_topk: int, num_ranks: int, plane_rows: int, row_bytes: int, token_type: int, rank: int, team_size: int) -> int:
     """A combined row of RANK_MAJOR, of rows of my team and of what came back."""
     team = _team(rank, team_size)
     rows: list[int] = []
@@ -593,7 +596,7 @@ def ll_net_sum_row(call: Call, task: Task, window: int, slot: int, returned: int
     def pull(access: Access) -> None:
         for k, row in enumerate(rows):
             if row >= 0 and row // plane_rows in team:
-                pieces[k] = access.read(_row(call, task, window, slot, row, plane_rows, row_bytes), row_bytes).copy()
+                pieces[k] = access.read(_row(call, task, rows_window, slot, row, plane_rows, row_bytes), row_bytes).copy()
                 call.scheduler.split()
 
     def take(access: Access) -> None:
@@ -610,8 +613,9 @@ def ll_net_sum_row(call: Call, task: Task, window: int, slot: int, returned: int
     return call.perform(task, (), {"table": lambda a: rows.extend(_read_rows(a, table, token, num_topk)), "slot": pull, "returned": take, "out": add})
 
 
-def ll_net_sum_packed_row(call: Call, task: Task, window: int, slot: int, returned: int, table: int, weights: int, out: int, token: int,
-                          num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, rank: int, team_size: int) -> int:
+def ll_net_sum_packed_row(call: Call, task: Task, rows_window: int, slot: int, window: int, returned: int, table: int, weights: int, out: int,
+                          token: int, num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, rank: int,
+                          team_size: int) -> int:
     """A combined row of packed rows of my team and of what came back."""
     rows_per_rank, team, size = num_experts // num_ranks * plane_rows, _team(rank, team_size), row_bytes // 1024 * PACKED_STRETCH
     rows: list[int] = []
@@ -622,7 +626,7 @@ def ll_net_sum_packed_row(call: Call, task: Task, window: int, slot: int, return
         for k, row in enumerate(rows):
             near_by = row // rows_per_rank in team
             if row >= 0 and near_by == (access.effect.noun == "slot"):
-                at = (_row(call, task, window, slot, row, rows_per_rank, row_bytes) if near_by
+                at = (_row(call, task, rows_window, slot, row, rows_per_rank, row_bytes) if near_by
                       else _local(call, task, window, returned + (token * num_topk + k) * row_bytes))
                 packed = access.read(at, size + 4)
                 parts[k] = unpack_nvfp4(packed[:size], packed[size:].copy().view(np.float32)[0])

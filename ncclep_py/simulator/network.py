@@ -109,9 +109,11 @@ class Network:
                 stream.clock = np.pad(stream.clock, (0, more))
 
     # ---- operations ----------------------------------------------------------------------------------------------------------
-    def put(self, task: Task, window: int, peer: int, context: int, target_at: int, source_at: int, size: int) -> None:
-        """Put bytes of my window."""
-        target, source = self._at(window, peer, target_at, size), self._at(window, task.rank, source_at, size)
+    def put(self, task: Task, window: int, peer: int, context: int, target_at: int, source_at: int, size: int,
+            source_window: int | None = None) -> None:
+        """Put bytes of my window, or of another window of mine."""
+        target = self._at(window, peer, target_at, size)
+        source = self._at(window if source_window is None else source_window, task.rank, source_at, size)
         cut = 16 * self.sim.policy.random.randrange(1, size // 16) if size >= 32 and self.sim.policy.random.random() < 0.5 else size
         self._issue(task, peer, context, "put", [(target, source, cut)] + ([(target + cut, source + cut, size - cut)] if cut < size else []))
 

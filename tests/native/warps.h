@@ -141,8 +141,8 @@ static void issue(i64 peer, i64 context, Request r) {
   wires[{int(context), cur->rank, int(peer)}].push_back(r);
 }
 extern "C" {
-void gin_put(i64, i64 window, i64 peer, i64 context, i64 target, i64 source, i64 size) {
-  issue(peer, context, {0, (char*)bases[peer][window] + target, (char*)bases[cur->rank][window] + source, size_t(size), 0});
+void gin_put(i64, i64 window, i64 peer, i64 context, i64 target, i64 source_window, i64 source, i64 size) {
+  issue(peer, context, {0, (char*)bases[peer][window] + target, (char*)bases[cur->rank][source_window] + source, size_t(size), 0});
 }
 void gin_put_value(i64, i64 window, i64 peer, i64 context, i64 target, u64 value) {
   issue(peer, context, {1, (char*)bases[peer][window] + target, nullptr, 8, value});
