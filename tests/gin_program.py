@@ -32,6 +32,7 @@ from ncclep_py import (  # noqa: E402
     Communicator,
     DispatchConfig,
     DispatchInputs,
+    DispatchOutputs,
     DispatchQuant,
     EpError,
     EpPeerError,
@@ -42,6 +43,7 @@ from ncclep_py import (  # noqa: E402
     LayoutInfo,
     LocalWorld,
     OverflowPolicy,
+    ZeroCopyMode,
 )
 from ncclep_py import reference as ref  # noqa: E402
 from ncclep_py.kernels.shape import Wire  # noqa: E402
@@ -223,6 +225,26 @@ def low_staged(comm: Any, pairs: list[tuple[Low, Low]]) -> None:
             equal(out, case.combined[rank], f"rank {rank}, step {step}, {case.layout.name} combined")
 
 
+def low_windows(comm: Any, cases: list[Low]) -> None:
+    """Rows in windows of the caller: peers of my team write and read them, puts read them; each is written again after the next operation."""
+    rank, device = comm.rank, comm.device
+    with Group.create(comm, dataclasses.replace(LOW, zero_copy=ZeroCopyMode.ON)) as group:
+        handles = {layout: group.create_handle(layout, num_topk=LOW.num_topk) for layout in LL_LAYOUTS.values()}
+        size = 2 * LOW.hidden * group.map.plane_rows * max(group.map.num_local_experts, 1)
+        windows = [group.create_window(size) for _ in range(2)]
+        for step, case in enumerate(cases):
+            shape, weights = case.received[rank].tokens.shape, case.weights[rank].to(device)
+            first, second = (w.memory[:2 * shape.numel()].view(torch.bfloat16).view(shape) for w in (windows[step % 2], windows[1 - step % 2]))
+            given = DispatchInputs(case.tokens[rank].to(device), weights if case.layout is Layout.RANK_MAJOR else None)
+            got = handles[case.layout].dispatch(given, DispatchOutputs(first), topk_idx=case.ids[rank].to(device))
+            settle(comm, group)
+            case.check_received(rank, got)
+            case.experts(second.copy_(first), rank)
+            out = handles[case.layout].combine(second, topk_weights=weights)
+            settle(comm, group)
+            equal(out, case.combined[rank], f"rank {rank}, step {step}, combined from a window")
+
+
 # ---- high throughput -----------------------------------------------------------------------------------------------------
 def high(comm: Any, cases: list[Case], combined: list[tuple[list[Any], list[Any]]]) -> None:
     """Training steps over several routings on one handle; `combined`: of each case, forward and backward results of all ranks."""
@@ -338,7 +360,7 @@ def lost(comm: Any, config: GroupConfig, layout: Layout, ranks: int) -> None:
 # ---- scenarios -----------------------------------------------------------------------------------------------------------
 LL_LAYOUTS = {"expert_major": Layout.EXPERT_MAJOR, "rank_major": Layout.RANK_MAJOR}
 HT_LAYOUTS = {"flat": Layout.FLAT, "expert_major": Layout.EXPERT_MAJOR}
-SCENARIOS = (*(f"ll_{name}" for name in LL_LAYOUTS), "ll_recipes", "ll_staged", "ll_graph", "ll_lost",
+SCENARIOS = (*(f"ll_{name}" for name in LL_LAYOUTS), "ll_recipes", "ll_staged", "ll_windows", "ll_graph", "ll_lost",
              *(f"ht_{name}" for name in HT_LAYOUTS), *(f"ht_{name}_drop" for name in HT_LAYOUTS), "ht_graph", "ht_lost")
 GPU_ONLY = ("ll_graph", "ht_graph", "ll_lost", "ht_lost")
 
@@ -355,6 +377,9 @@ def program_of(scenario: str, ranks: int, team: int) -> Callable[[Any], None]:
         kinds = ((one, one), (other, other), (one, other), (other, one))
         pairs = [(Low(ranks, a, seed), Low(ranks, b, seed + 4)) for seed, (a, b) in enumerate(kinds)]
         return lambda comm: low_staged(comm, pairs)
+    if scenario == "ll_windows":
+        cases = [Low(ranks, layout, seed) for seed in range(2) for layout in LL_LAYOUTS.values()]
+        return lambda comm: low_windows(comm, cases)
     if rest == "graph":
         return lambda comm: replays(comm, LOW if algorithm == "ll" else BUDGETED, one_layout, ranks, team)
     if rest == "lost":
