@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import test_ll_net_zero_copy
 import torch
 
 pytest.importorskip("numba", reason="needs an extra cu12 or cu13")
@@ -97,6 +98,30 @@ def test_low_latency_recipes(machine, wire, hidden, layout):
                                                 ((20, 7, 0, 9), 2, {"chunk_tokens": 8, "hidden": 136, "dtype": FP32})], ids=str)
 def test_high_throughput(machine, tokens, team, more, layout):
     high(machine, tokens, team, layout, len(tokens), **more).check()
+
+
+def user_windows(machine: Machine, layout: Layout, tokens: Sequence[int], team: int, seed: int = 0) -> None:
+    p = test_ll_net_zero_copy.program(seed, layout, len(tokens), team, tokens)
+    p.play("D0 D1 X0 C0 D0 X1 C1")
+    machine.run(p.sim, team, LL[layout], [p.shape] * len(tokens), seed)
+    p.check()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tokens, team", [((4, 2, 3, 4), 2), ((3, 4), 1)], ids=str)
+def test_low_latency_rows_in_user_windows(machine, tokens, team, layout):
+    for seed in range(2):
+        user_windows(machine, layout, tokens, team, seed)
+
+
+@pytest.mark.parametrize("old, new", [("rows_window, slot + i64(place)", "window, slot + i64(place)"),
+                                      ("row_at(rows_window, slot,", "row_at(window, slot,"),
+                                      ("take(rows_window, slot, place,", "take(window, slot, place,")])
+def test_the_wrong_window_is_found(tmp_path, old, new):
+    broken = Machine(tmp_path, old, new)
+    with pytest.raises(AssertionError):
+        for layout in LAYOUTS:
+            user_windows(broken, layout, (4, 3, 3, 4), 2)
 
 
 def test_a_missing_rank_is_named(machine):
