@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
-import functools
 import os
 import sys
 import time
@@ -199,29 +198,33 @@ def low_staged(comm: Any, pairs: list[tuple[Low, Low]]) -> None:
     with Group.create(comm, IN_FLIGHT) as group:
         both = {layout: [group.create_handle(layout, num_topk=LOW.num_topk) for _ in range(2)] for layout in LL_LAYOUTS.values()}
 
-        def dispatch(handle: Any, case: Low, config: DispatchConfig | None = None) -> Any:
-            weights = case.weights[rank].to(device) if case.layout is Layout.RANK_MAJOR else None
-            return handle.dispatch(DispatchInputs(case.tokens[rank].to(device), weights), topk_idx=case.ids[rank].to(device), config=config)
+        def dispatch(handle: Any, case: Low, inputs: tuple[torch.Tensor, ...], config: DispatchConfig | None = None) -> Any:
+            tokens, ids, weights = inputs
+            return handle.dispatch(DispatchInputs(tokens, weights if case.layout is Layout.RANK_MAJOR else None), topk_idx=ids, config=config)
 
         for step, batch in enumerate(pairs):
             handles = [both[case.layout][b] for b, case in enumerate(batch)]
-            made = [dispatch(handle, case, send) for handle, case in zip(handles, batch, strict=True)]
+            inputs = [tuple(t[rank].to(device) for t in (case.tokens, case.ids, case.weights)) for case in batch]
+            settle(comm, group)   # copies to the device ask the driver, too
+            made = [dispatch(handle, case, given, send) for handle, case, given in zip(handles, batch, inputs, strict=True)]
             for b in (0, 1) if step % 2 else (1, 0):
                 handles[b].complete()
-                group.check()
+                settle(comm, group)
                 batch[b].check_received(rank, made[b])
                 batch[b].experts(made[b].tokens, rank)
-            outs = [handles[b].combine(made[b].tokens, topk_weights=case.weights[rank].to(device), config=push) for b, case in enumerate(batch)]
+            settle(comm, group)
+            outs = [handles[b].combine(made[b].tokens, topk_weights=inputs[b][2], config=push) for b in range(2)]
             for b in (0, 1) if step // 2 % 2 else (1, 0):
                 handles[b].complete()
-            group.check()
+            settle(comm, group)
             for out, case in zip(outs, batch, strict=True):
                 equal(out, case.combined[rank], f"rank {rank}, step {step}, {case.layout.name} combined in halves")
             case, handle = batch[step % 2], handles[step % 2]
-            got = dispatch(handle, case)
+            got = dispatch(handle, case, inputs[step % 2])
+            settle(comm, group)
             case.experts(got.tokens, rank)
-            out = handle.combine(got.tokens, topk_weights=case.weights[rank].to(device))
-            group.check()
+            out = handle.combine(got.tokens, topk_weights=inputs[step % 2][2])
+            settle(comm, group)
             equal(out, case.combined[rank], f"rank {rank}, step {step}, {case.layout.name} combined")
 
 
@@ -326,7 +329,7 @@ def replays(comm: Any, config: GroupConfig, layout: Layout, ranks: int, team: in
 def lost(comm: Any, config: GroupConfig, layout: Layout, ranks: int) -> None:
     """A rank's network stops answering (the plugin's doing): every rank gets an error within a few deadlines, and nobody hangs.
 
-    The first operations are waited for one by one (`settle`); then those of a step follow each other.
+    Operations are waited for one by one (`settle`).
     """
     config = dataclasses.replace(config, timeout_ns=LOST_SECONDS * 10**9)
     rank, device, most = comm.rank, comm.device, config.max_dispatch_tokens_per_rank
@@ -335,17 +338,16 @@ def lost(comm: Any, config: GroupConfig, layout: Layout, ranks: int) -> None:
     group = Group.create(comm, config)
     handle, started = group.create_handle(layout, num_topk=config.num_topk), time.monotonic()
     try:
-        for step in range(40):
-            wait = (lambda: None) if step > 2 else functools.partial(settle, comm, group)
+        for _ in range(40):
             if config.algorithm is Algorithm.HIGH_THROUGHPUT:
                 handle.update(ids)
-                wait()
+                settle(comm, group)
                 got = handle.dispatch(tokens, topk_weights=weights)
-                wait()
+                settle(comm, group)
                 handle.combine(got.tokens)
             else:
                 got = handle.dispatch(tokens, topk_idx=ids)
-                wait()
+                settle(comm, group)
                 handle.combine(got.tokens, topk_weights=weights)
             settle(comm, group)
     except EpError as error:

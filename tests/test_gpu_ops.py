@@ -106,6 +106,8 @@ def state_after(backend: str, config: GroupConfig, ranks: int, counts: list[int]
                 group.check()
             except (EpError, TypeError, ValueError) as e:
                 seen["raised"] = f"{type(e).__name__}: {e}"
+            comm.synchronize()
+            comm.barrier()   # a rank that failed may still tell the others so
             seen["control"] = group.window.memory[: group.map.slots].cpu().clone()
             seen["local"] = group._local.cpu().clone()
             seen["local"][group.local_map.tables:] = 0 if call == "refused" else seen["local"][group.local_map.tables:]
