@@ -333,7 +333,8 @@ OP ep_await_outcome(i64 outcome, i64 epoch, i64 timeout) {
     for (u32 round = 1;; ++round) {   // the last block has deadlines of its own; this one is for a grid that does not fit
       word = load_relaxed_gpu(outcome);
       bool late = round % 64 == 0 && nanoseconds() - started > 8 * timeout;
-      if (__any_sync(~0u, distance(word, epoch) == 0)) { code = int(u32(__shfl_sync(~0u, u32(word), 0))); break; }
+      u32 told = __ballot_sync(~0u, distance(word, epoch) == 0);   // lanes may have read at different moments
+      if (told) { code = int(u32(__shfl_sync(~0u, u32(word), __ffs(told) - 1))); break; }
       if (__any_sync(~0u, late)) { code = TIMEOUT; break; }
     }
     fence_device();
