@@ -35,7 +35,6 @@ from ncclep_py.network import DeviceCommunicator, refuse
 from ncclep_py.rank_thread import RankThread
 from ncclep_py.topology import Topology
 
-PACKAGE = os.path.dirname(__file__) + os.sep
 if TYPE_CHECKING:
     import torch
 
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
     from ncclep_py.tracing import Tracer
 
 __all__ = ["LocalWorld"]
+
+PACKAGE = os.path.dirname(__file__) + os.sep
 
 Program = Callable[..., Any]
 _Launch = tuple[Kernel, Sequence[int], int]
@@ -552,7 +553,7 @@ def _simulate(requests: list[Any]) -> list[Any]:
     regions = []
     for comm, kernel, values, num_blocks, label, tensors, touched, _ in requests:
         if touched:
-            simulator.host(comm.rank, None, touched[0], touched[0], f"the program before {label}", touched[1])
+            simulator.host(comm.rank, None, touched[0], touched[0], f"the program before {label}", touched[1], counted=False)
         regions += [simulator.register(t.detach(), f"tensor {i}", comm.rank, []) for i, t in enumerate(tensors) if t.numel()]
         if kernel is not None:
             simulator.launch(comm.rank, kernel.function, tuple(values), blocks=num_blocks, label=label)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from test_mutations import mutant
 
-from ncclep_py import Group, GroupConfig, Layout, LocalWorld
+from ncclep_py import CombineConfig, DispatchConfig, Group, GroupConfig, Layout, LocalWorld
 from ncclep_py.kernels.ll_combine import make_ll_combine
 from ncclep_py.simulator.errors import EndlessError, OutOfBoundsError
-from ncclep_py.simulator.watchdog import WATCHDOG
+from ncclep_py.simulator.watchdog import WATCHDOG, Watchdog
 
 
 def pair(comm: Any, factory: Callable[..., Any]) -> None:
@@ -38,15 +40,26 @@ make_spinning.PARAMETERS = ("rank",)   # type: ignore[attr-defined]
 
 def test_a_loop_of_operations_that_does_not_advance() -> None:
     with LocalWorld(2, "sim") as world:
-        world.simulator.most_steps = 2000
-        with pytest.raises(EndlessError, match=r"ll_combine\) took 2000 steps in one kernel and has not ended"):
+        world.simulator.most_repeats = 2000
+        with pytest.raises(EndlessError, match=r"ll_combine\) is the last of 2000 operations in a row that this warp called with what"):
             world.run(pair, mutant(make_ll_combine, ("                at += step\n", "                at += 0\n")))
 
 
-def test_the_limit_is_far_above_what_kernels_need() -> None:
-    with LocalWorld(2, "sim") as world:
-        world.simulator.most_steps = 2000
-        world.run(pair, make_ll_combine)
+def test_loops_over_many_tokens_advance() -> None:
+    """However long they are: a limit far below the number of their operations is not reached."""
+    def program(comm: Any, tokens: int) -> bool:
+        config = GroupConfig(num_experts=2, max_dispatch_tokens_per_rank=tokens, hidden=8, num_topk=2, num_staging_slots=2)
+        ids, x = torch.tensor([[0, 1]]).repeat(tokens, 1), torch.ones(tokens, 8, dtype=torch.bfloat16)
+        with Group.create(comm, config) as group, group.create_handle(Layout.EXPERT_MAJOR, ids) as handle:
+            received = handle.dispatch(x, config=DispatchConfig(send_only=True))
+            handle.complete()
+            out = handle.combine(received.tokens, topk_weights=torch.full((tokens, 2), 0.5), config=CombineConfig(send_only=True))
+            handle.complete()
+            return torch.equal(out, x)
+
+    with LocalWorld(1, "sim", blocks=1, warps=1) as world:
+        world.simulator.most_repeats = 20
+        assert world.run(program, 300) == [True]
 
 
 def test_a_loop_without_operations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,11 +70,23 @@ def test_a_loop_without_operations(monkeypatch: pytest.MonkeyPatch) -> None:
         with Group.create(comm, config) as group:
             group.run_kernel(make_spinning)
 
-    told = r"last operation of this warp, 0\.5 s ago, and it still runs, now at test_endless\.py:3[01], '(while at < 4|at \+= 0)"
+    told = r"last operation of this warp, 0\.5 s ago, and it still runs, now at test_endless\.py:\d+, '(while at < 4|at \+= 0)"
     with LocalWorld(2, "sim") as world, pytest.raises(EndlessError, match=told):
         world.run(program)
     with LocalWorld(2, "sim") as world:   # and the next is right
         world.run(pair, make_ll_combine)
+
+
+def test_whoever_stands_in_a_debugger_is_left_alone() -> None:
+    """A step may then last: the thread looks as if somebody had set a breakpoint in a kernel."""
+    watchdog, names = Watchdog(), {"__name__": "pdb", "time": time}
+    watchdog.seconds = 0.2
+    exec("def prompt():\n    time.sleep(1.2)\n    return 7", names)
+    number = watchdog.watch(SimpleNamespace(step=3))   # type: ignore[arg-type]
+    try:
+        assert names["prompt"]() == 7   # type: ignore[operator]
+    finally:
+        watchdog.release(number)
 
 
 def test_rows_are_aligned() -> None:

@@ -12,7 +12,7 @@ from test_ll_host import config as packed_config
 from test_ll_net import DATA, HEADS
 from test_mutations import mutant
 from test_nvfp4 import NVFP4, Packed
-from test_zero_copy import LAYOUTS, Rank, config
+from test_zero_copy import LAYOUTS, Rank, config, from_everywhere_to_everywhere
 
 from ncclep_py import CombineConfig, CombineInputs, CombineOutputs, DispatchConfig, DispatchInputs, DispatchOutputs, Group, Layout, LocalWorld
 from ncclep_py.config import GroupConfig, ZeroCopyMode
@@ -44,8 +44,6 @@ def settled(comm: Any, group: Group) -> None:
 @pytest.mark.parametrize(("ranks", "team"), TEAMS)
 def test_rows_anywhere_give_the_same_bits(layout: Layout, staged: bool, ranks: int, team: int) -> None:
     """From every place to every place; what one team gives is wanted."""
-    send, push = DispatchConfig(send_only=staged), CombineConfig(send_only=staged)
-
     def rows_of(group: Group) -> tuple[Rank, Any, list[int], torch.Tensor, torch.Tensor]:
         mine = Rank(group, layout, tokens=(4, 0, 5, 3)[group.rank])
         got = mine.dispatch()
@@ -61,26 +59,12 @@ def test_rows_anywhere_give_the_same_bits(layout: Layout, staged: bool, ranks: i
         with Group.create(comm, config(num_experts=2 * ranks, num_staging_slots=4 if staged else 0)) as group:
             mine, *_ = rows_of(group)
             counts, want_rows, want = single[comm.rank]
-            places = {"window": mine.window(), "other window": mine.window(), "plain": torch.zeros(mine.shape, dtype=torch.bfloat16)}
-            for received in (*places, "slot"):
-                for computed in (*places, "slot"):
-                    for rows in places.values():
-                        rows.fill_(-3)
-                    comm.barrier()
-                    made = None if received == "slot" else DispatchOutputs(places[received])
-                    got = mine.dispatch(made, send)
-                    mine.handle.complete()
-                    assert made is None or got.tokens is places[received]
-                    for plane, n in enumerate(counts):
-                        assert bits_equal(got.tokens[plane, :n], want_rows[plane, :n]), received
-                        assert received == "slot" or bool((got.tokens[plane, n:] == -3).all()), f"{received}: unused rows were touched"
-                    rows = mine.handle.expert_rows() if computed == "slot" else places[computed]
-                    rows.copy_(got.tokens * 2)
-                    out = mine.combine(rows, how=push)
-                    mine.handle.complete()
-                    assert bits_equal(out, want), (received, computed)
-                    settled(comm, group)
-                    mine.dispatch()   # an operation after which the windows may be written again
+
+            def release() -> None:
+                settled(comm, group)
+                mine.dispatch()   # an operation after which the windows may be written again
+
+            from_everywhere_to_everywhere(mine, counts, want_rows, want, staged, release)
 
     with LocalWorld(ranks, "sim") as world:
         single = world.run(one_team)

@@ -427,3 +427,21 @@ def test_mutants_are_found(what):
         assert complaints(OPS[name], *functions(broken)[name]) != []
     else:
         assert check(broken).keys() == guilty
+
+
+def word_from_the_lane_that_read_it(code: list[Instruction]) -> bool:
+    """Whether after a ballot of who has read the outcome its word comes from a lane found at run time, not from a constant one."""
+    ballot = next((n for n, i in enumerate(code) if i.op.startswith("vote.sync.ballot")), len(code))
+    lane = next((i.operands.split(",")[2].strip() for i in code[ballot:] if i.op.startswith("shfl.sync.idx")), "0")
+    written = [i for i in code[ballot:] if i.operands.startswith(lane + ",")]
+    return any(not i.op.startswith("mov") or "%" in i.operands.split(",")[1] for i in written)
+
+
+def test_the_outcome_is_that_of_a_lane_that_has_read_it(ptx):
+    """Lanes may read at different moments: lane 0 may hold the word of before."""
+    assert word_from_the_lane_that_read_it(functions(ptx)["await_outcome"][0])
+    source = toolchain.device_source()
+    for old, new in (("__ffs(told) - 1", "0"), ("u32 told = __ballot_sync(", "u32 told = __any_sync(")):
+        broken = only(mutated(source, "await_outcome", old, new), "await_outcome")
+        made = functions(toolchain.compile_device("sm_90", "ptx", source=broken).decode().rstrip("\0"))
+        assert not word_from_the_lane_that_read_it(made["await_outcome"][0]), new

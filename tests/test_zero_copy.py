@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -59,6 +61,31 @@ class Rank:
         return found.tolist()
 
 
+def from_everywhere_to_everywhere(mine: Rank, counts: list[int], want_rows: torch.Tensor, want: torch.Tensor, staged: bool,
+                                  release: Callable[[], object]) -> None:
+    """Dispatch into windows, a plain tensor and the slot, and combine from each; `release`: after it the windows may be written again."""
+    send, push = DispatchConfig(send_only=staged), CombineConfig(send_only=staged)
+    places = {"window": mine.window(), "other window": mine.window(), "plain": torch.zeros(mine.shape, dtype=torch.bfloat16)}
+    for received in (*places, "slot"):
+        for computed in (*places, "slot"):
+            for rows in places.values():
+                rows.fill_(-3)
+            mine.group.comm.barrier()
+            made = None if received == "slot" else DispatchOutputs(places[received])
+            got = mine.dispatch(made, send)
+            mine.handle.complete()
+            assert made is None or got.tokens is places[received]
+            for plane, n in enumerate(counts):
+                assert bits_equal(got.tokens[plane, :n], want_rows[plane, :n]), received
+                assert received == "slot" or bool((got.tokens[plane, n:] == -3).all()), f"{received}: unused rows were touched"
+            rows = mine.handle.expert_rows() if computed == "slot" else places[computed]
+            rows.copy_(got.tokens * 2)
+            out = mine.combine(rows, how=push)
+            mine.handle.complete()
+            assert bits_equal(out, want), (received, computed)
+            release()
+
+
 def run(program: object, **world: object) -> list:
     with LocalWorld(RANKS, "sim", **world) as w:
         return w.run(program)
@@ -67,8 +94,6 @@ def run(program: object, **world: object) -> list:
 @LAYOUTS
 @pytest.mark.parametrize("staged", [False, True])
 def test_rows_anywhere_give_the_same_bits(layout: Layout, staged: bool) -> None:
-    send, push = DispatchConfig(send_only=staged), CombineConfig(send_only=staged)
-
     def program(comm: object) -> None:
         with Group.create(comm, config(num_staging_slots=4 if staged else 0)) as group:
             mine = Rank(group, layout, tokens=(4, 0, 5)[comm.rank])
@@ -76,26 +101,7 @@ def test_rows_anywhere_give_the_same_bits(layout: Layout, staged: bool) -> None:
             counts, want_rows = mine.counts(first), first.tokens.clone()
             first.tokens.mul_(2)
             want = mine.combine(first.tokens).clone()
-            places = {"window": mine.window(), "other window": mine.window(), "plain": torch.zeros(mine.shape, dtype=torch.bfloat16)}
-            for received in (*places, "slot"):
-                for computed in (*places, "slot"):
-                    for rows in places.values():
-                        rows.fill_(-3)
-                    comm.barrier()
-                    made = None if received == "slot" else DispatchOutputs(places[received])
-                    got = mine.dispatch(made, send)
-                    mine.handle.complete()
-                    assert made is None or got.tokens is places[received]
-                    for plane, n in enumerate(counts):
-                        assert bits_equal(got.tokens[plane, :n], want_rows[plane, :n]), received
-                        assert received == "slot" or bool((got.tokens[plane, n:] == -3).all()), f"{received}: unused rows were touched"
-                    rows = mine.handle.expert_rows() if computed == "slot" else places[computed]
-                    doubled = got.tokens * 2
-                    rows.copy_(doubled)
-                    out = mine.combine(rows, how=push)
-                    mine.handle.complete()
-                    assert bits_equal(out, want), (received, computed)
-                    comm.barrier()   # peers may have been reading my window
+            from_everywhere_to_everywhere(mine, counts, want_rows, want, staged, comm.barrier)   # peers may have been reading my window
             group.check()
 
     for seed in range(2):

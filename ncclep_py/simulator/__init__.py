@@ -8,7 +8,7 @@ tasks (``task``), a ``scheduler`` with a ``policy``, and the vocabulary (``ops``
 from __future__ import annotations
 
 from ncclep_py.simulator.engine import Simulator
-from ncclep_py.simulator.errors import DeadlockError, OutOfBoundsError, RaceError, SimulationError, UniformityError
+from ncclep_py.simulator.errors import DeadlockError, EndlessError, OutOfBoundsError, RaceError, SimulationError, UniformityError
 from ncclep_py.simulator.faults import Faults
 
-__all__ = ["DeadlockError", "Faults", "OutOfBoundsError", "RaceError", "SimulationError", "Simulator", "UniformityError"]
+__all__ = ["DeadlockError", "EndlessError", "Faults", "OutOfBoundsError", "RaceError", "SimulationError", "Simulator", "UniformityError"]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Simulator"]
 
 POISON = 0xA5
-MOST_STEPS = 200_000
+MOST_REPEATS = 20_000
 
 
 class Simulator:
@@ -42,7 +42,8 @@ class Simulator:
         stamps: (rank, block, kernel, phase, step) of every stamp, for `timeline.events_of`; None: not collected.
         poisoned: number of slots poisoned so far, over all ranks.
         team_size: ranks that can address each other's memory, 0 for all.
-        most_steps: steps a warp may take in one kernel; more are an endless loop. (A token costs about three.)
+        most_repeats: calls in a row of operations that touch memory, all with what they were called with before, that a warp may make: a loop
+            over tokens gives one of them something new each time round, one that does not advance never does.
         network: what is between teams, the newest of `networks`; it sets itself (``network.Network``).
     """
 
@@ -66,7 +67,7 @@ class Simulator:
         if mode not in ("fair", "adversarial"):
             raise ValueError(f"mode must be 'fair' or 'adversarial', got {mode!r}")
         self.num_ranks, self.seed, self.blocks, self.warps = num_ranks, seed, blocks, warps
-        self.team_size, self.most_steps = 0, MOST_STEPS
+        self.team_size, self.most_repeats = 0, MOST_REPEATS
         self.network: Network | None = None
         self.networks: list[Network] = []
         self.faults, self.poison, self.resident_blocks = faults or Faults(), poison, resident_blocks
@@ -134,11 +135,11 @@ class Simulator:
         self.streams[rank].queue.append(Launch(kernel, tuple(int(a) for a in args), blocks, warps, label))
 
     def host(self, rank: int, function: Callable[[], Any] | None, reads: Sequence[tuple[int, int]] = (), writes: Sequence[tuple[int, int]] = (),
-             label: str = "host", site: tuple[str, int] | None = None) -> None:
+             label: str = "host", site: tuple[str, int] | None = None, counted: bool = True) -> None:
         """Append to the stream of `rank` something that is no kernel of ours: it reads and writes the (address, bytes) ranges and calls `function`.
 
         It takes two steps: the accesses begin in the first, `function` runs at the end of the second, and the accesses are checked in both. Messages
-        name the file and line of `site`, or of the function.
+        name the file and line of `site`, or of the function; `counted`: `Faults.late` counts it.
         """
         def body() -> None:
             begin = self.scheduler.step
@@ -150,7 +151,7 @@ class Simulator:
             if self.events is not None:
                 self.events.append((rank, HOST, 0, label, label, begin, self.scheduler.step))
 
-        self.streams[rank].queue.append(Launch(body, (), 1, 1, label, host=True, source=site or function))
+        self.streams[rank].queue.append(Launch(body, (), 1, 1, label, host=True, source=site or function, counted=counted))
 
     def run(self) -> None:
         """Run all streams to their ends; raises the first `SimulationError`."""

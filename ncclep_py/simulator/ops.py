@@ -66,6 +66,8 @@ def _operation(sim: Simulator, name: str, effects: Sequence[str], waits: bool) -
             raise TypeError(f"{name} takes {arity} arguments {op.parameters}, got {len(args)}")
         frame = sys._getframe(1)
         task.site = (name, frame.f_code.co_filename, frame.f_lineno, task.block.launch.label)
+        if op.effects:
+            task.note(args, sim.most_repeats)
         if sim.events is None:
             return implementation(call, task, *args)
         begin = sim.scheduler.step

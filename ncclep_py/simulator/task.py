@@ -10,7 +10,7 @@ from typing import Any
 from greenlet import greenlet
 
 from ncclep_py.simulator.clock import Agent, Clock, Site
-from ncclep_py.simulator.errors import RaceError, UniformityError
+from ncclep_py.simulator.errors import EndlessError, RaceError, UniformityError
 from ncclep_py.simulator.story import race_story
 
 __all__ = ["Block", "Cell", "Launch", "Stream", "Task"]
@@ -18,7 +18,12 @@ __all__ = ["Block", "Cell", "Launch", "Stream", "Task"]
 
 @dataclasses.dataclass(eq=False)
 class Launch:
-    """One entry of a stream: a kernel with its arguments and grid, or a host function (`source`: whose line messages name, or that line)."""
+    """One entry of a stream: a kernel with its arguments and grid, or a host function.
+
+    Attributes:
+        source: whose line messages about a host function name, or that line.
+        counted: in `Stream.started`.
+    """
 
     kernel: Callable[..., None]
     args: tuple[int, ...]
@@ -27,6 +32,7 @@ class Launch:
     label: str
     host: bool = False
     source: Callable[..., object] | tuple[str, int] | None = None
+    counted: bool = True
 
 
 class Stream:
@@ -37,7 +43,7 @@ class Stream:
         queue: entries that have not begun.
         pending: blocks of the running entry that have not begun.
         running: blocks of the running entry that have begun and not ended.
-        started: number of entries begun so far.
+        started: number of entries begun so far, but for those not counted.
     """
 
     def __init__(self, rank: int, clock: Clock) -> None:
@@ -140,6 +146,8 @@ class Task(greenlet):
         waits_for: while it waits: what for, in words, and the ranks that have not come.
         late: it waited for too long and has to give up.
         began: step at which its last wait began.
+        given: what each operation in the source was last called with.
+        repeats: calls of operations that touch memory since one was given something new.
         fetched: what it fetched into its own part of shared memory.
     """
 
@@ -152,6 +160,8 @@ class Task(greenlet):
         file, line = source if isinstance(source, tuple) else (code.co_filename, code.co_firstlineno) if code else ("?", 0)
         self.site: Site = ("call" if launch.host else "start", file, line, launch.label)
         self.calls = 0
+        self.given: dict[Site, tuple[int, ...]] = {}
+        self.repeats = 0
         self.steps = 0
         self.seen = 0
         self.ready_when: Callable[[], bool] | None = None
@@ -162,6 +172,14 @@ class Task(greenlet):
         self.fetched: dict[str, Any] = {}
         self.group: tuple[int, ...] = ()
         self.tiebreak = 0.0
+
+    def note(self, args: tuple[int, ...], most: int) -> None:
+        """Count a call at `site` of an operation that touches memory; `EndlessError` if `most` in a row were given nothing new."""
+        self.repeats = self.repeats + 1 if self.given.get(self.site) == args else 0
+        self.given[self.site] = args
+        if self.repeats > most:
+            raise EndlessError(f"{self.at()} is the last of {most} operations in a row that this warp called with what they were called with before "
+                               "(Simulator.most_repeats): does a loop not advance?")
 
     def _body(self) -> None:
         launch = self.block.launch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import time
 import traceback
@@ -16,6 +17,7 @@ __all__ = ["WATCHDOG", "Stuck", "Watchdog", "where"]
 
 SECONDS = 60.0
 """One step is milliseconds; a machine may be busy with other things."""
+DEBUGGERS = {"bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"}
 
 
 class Stuck(BaseException):   # noqa: N818  (no error of the user's: the scheduler turns it into one; not an Exception, so that kernels do not catch it)
@@ -52,16 +54,27 @@ class Watchdog:
             self._running.pop(number, None)
 
     def _look(self) -> None:
-        seen: dict[int, tuple[int, float]] = {}   # number -> step and since when
+        seen: dict[int, tuple[int, float]] = {}   # number -> step, and seconds in it: of this thread's, which stops when the process is stopped
         while True:
-            time.sleep(min(1.0, self.seconds / 4))
+            tick = min(1.0, self.seconds / 4)
+            time.sleep(tick)
             with self._lock:
-                now = time.monotonic()
-                seen = {n: seen[n] if n in seen and seen[n][0] == s.step else (s.step, now) for n, (s, _) in self._running.items()}
-                for number, (_, since) in list(seen.items()):
-                    if now - since > self.seconds:
-                        thread = self._running.pop(number)[1]
+                seen = {n: (s.step, seen[n][1] + tick if n in seen and seen[n][0] == s.step else 0.0) for n, (s, _) in self._running.items()}
+                for number in [n for n, (_, spent) in seen.items() if spent > self.seconds]:
+                    thread = self._running[number][1]
+                    if not _debugged(thread):
+                        del self._running[number]
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Stuck))
+
+
+def _debugged(thread: int) -> bool:
+    """Whether a thread stands in a debugger, where somebody may look at it as long as they like."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 WATCHDOG = Watchdog()
