@@ -28,18 +28,19 @@ ALIGNMENT = 16
 class MoELayer(torch.nn.Module):
     """One rank's share of the layer; `rank` None: all experts, in one process."""
 
-    def __init__(self, case: Case, width: int, rank: int | None, seed: int = 0) -> None:
+    def __init__(self, case: Case, width: int, rank: int | None, seed: int = 0, device: torch.device | str = "cpu") -> None:
         super().__init__()
-        draw = torch.Generator().manual_seed(seed)
+        dtype, mine = case.torch_dtype(), range(case.experts) if rank is None else range(rank * case.local_experts, (rank + 1) * case.local_experts)
 
-        def weight(*shape: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter((torch.randn(*shape, generator=draw) / shape[-2] ** 0.5).to(case.torch_dtype()))
+        def drawn(which: int, *shape: int) -> torch.Tensor:   # on the device, and of the experts only one's own: drawing all takes longer than the steps
+            draw = torch.Generator(device).manual_seed((seed << 20) + which)
+            return (torch.randn(*shape, generator=draw, device=device) / shape[-2] ** 0.5).to(dtype)
 
-        self.topk = case.topk
-        self.router, self.shared_up, self.shared_down = weight(case.hidden, case.experts), weight(case.hidden, width), weight(width, case.hidden)
-        up, down = weight(case.experts, case.hidden, width), weight(case.experts, width, case.hidden)
-        mine = slice(None) if rank is None else slice(rank * case.local_experts, (rank + 1) * case.local_experts)
-        self.up, self.down = torch.nn.Parameter(up.detach()[mine].clone()), torch.nn.Parameter(down.detach()[mine].clone())
+        self.topk, parameter = case.topk, torch.nn.Parameter
+        self.router, self.shared_up = parameter(drawn(0, case.hidden, case.experts)), parameter(drawn(1, case.hidden, width))
+        self.shared_down = parameter(drawn(2, width, case.hidden))
+        self.up = parameter(torch.stack([drawn(3 + 2 * expert, case.hidden, width) for expert in mine]))
+        self.down = parameter(torch.stack([drawn(4 + 2 * expert, width, case.hidden) for expert in mine]))
 
     def experts(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Rows ``[N, hidden]`` through their experts: `counts` rows of each local one, in order; rows after these stay zero."""

@@ -122,7 +122,7 @@ def run_layer(comm: Communicator, job: LayerJob, meet: Callable[[], None] | None
 
     from ncclep_py.bench.layer import EpExchange, MoELayer, SplitExchange
 
-    layer = MoELayer(job.case, job.width, comm.rank).to(comm.device)
+    layer = MoELayer(job.case, job.width, comm.rank, device=comm.device)
     ours = job.implementation == "ncclep_py"
     if ours:
         exchange: Any = EpExchange(comm, job.case)
