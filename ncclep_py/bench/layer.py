@@ -32,7 +32,7 @@ class MoELayer(torch.nn.Module):
         super().__init__()
         dtype, mine = case.torch_dtype(), range(case.experts) if rank is None else range(rank * case.local_experts, (rank + 1) * case.local_experts)
 
-        def drawn(which: int, *shape: int) -> torch.Tensor:   # on the device, and of the experts only one's own: drawing all takes longer than the steps
+        def drawn(which: int, *shape: int) -> torch.Tensor:   # on the device, and only one's own: all would take long
             draw = torch.Generator(device).manual_seed((seed << 20) + which)
             return (torch.randn(*shape, generator=draw, device=device) / shape[-2] ** 0.5).to(dtype)
 
