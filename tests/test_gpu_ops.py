@@ -92,6 +92,8 @@ def state_after(backend: str, config: GroupConfig, ranks: int, counts: list[int]
             weights = weights_like(ids).to(comm.device)
             seen: dict[str, object] = {}
             try:
+                if call == "overflow" and comm.backend == "nccl":   # else a host may know before its combine that dispatch failed, and not launch it
+                    torch.cuda._sleep(1_000_000_000)
                 if call == "refused" and comm.rank == ranks - 1:
                     tokens = tokens.double()
                 got = handle.dispatch(DispatchInputs(tokens, weights if layout is Layout.RANK_MAJOR else None))
