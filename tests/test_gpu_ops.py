@@ -92,11 +92,11 @@ def state_after(backend: str, config: GroupConfig, ranks: int, counts: list[int]
             weights = weights_like(ids).to(comm.device)
             seen: dict[str, object] = {}
             try:
-                if call == "overflow" and comm.backend == "nccl":   # else a host may know before its combine that dispatch failed, and not launch it
-                    torch.cuda._sleep(1_000_000_000)
                 if call == "refused" and comm.rank == ranks - 1:
                     tokens = tokens.double()
                 got = handle.dispatch(DispatchInputs(tokens, weights if layout is Layout.RANK_MAJOR else None))
+                if call == "overflow":   # the simulated host knows by now; one of a GPU may, and refuses its combine if it does
+                    comm.synchronize()
                 out = handle.combine(got.tokens, topk_weights=weights)
                 comm.synchronize()
                 counters = got.layout_info.src_rank_counters if layout is Layout.RANK_MAJOR else got.layout_info.expert_counters
