@@ -411,7 +411,7 @@ def create_dev_comms(ranks: Sequence[NcclRank], needs: DeviceNeeds) -> list[Devi
     nccl = _nccl()
     with nccl.group():
         made = [rank.comm.create_dev_comm(requirements(nccl, needs)) for rank in ranks]
-    return [create(rank.comm, resource, needs, rank.device) for rank, resource in zip(ranks, made)]   # noqa: B905  (equal lengths)
+    return [create(rank.comm, resource, needs, rank.num_ranks, rank.device) for rank, resource in zip(ranks, made)]   # noqa: B905  (equal lengths)
 
 
 def finish_window(buffer: Any, registration: Any, num_bytes: int, device: torch.device, rank: int) -> SymmetricWindow:

@@ -16,7 +16,7 @@ from ncclep_py.kernel_cache import KernelCache, digest_of
 
 __all__ = ["NETWORK_SOURCES", "check_linker", "library_path", "network_fingerprint", "network_parts", "uses_network"]
 
-NETWORK_SOURCES = ("gin_ops.cu",)
+NETWORK_SOURCES = ("gin_room.cu", "gin_ops.cu")
 """CUDA side of the network operations, an NVRTC program of its own: it declares NCCL's functions as the library's authors compiled them."""
 
 FIRST_NCCL = 23200

@@ -6,6 +6,7 @@ Only groups of several teams need any of it. (nccl4py itself is imported by ``co
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
     from ncclep_py.plan import DeviceNeeds
 
-__all__ = ["DeviceCommunicator", "ENVIRONMENT", "create", "gin_of", "missing", "network_facts", "refuse", "requirements", "team_size_of"]
+__all__ = ["DeviceCommunicator", "ENVIRONMENT", "create", "gin_of", "missing", "network_facts", "queue_room", "refuse", "requirements",
+           "team_size_of"]
 
 FIRST_NCCL = 23100
 """NCCL whose device library kernels can be linked with, and which tells the size of its device communicator."""
@@ -28,6 +30,11 @@ ENVIRONMENT = ("NCCL_RMA_PLUGIN", "NCCL_GIN_PLUGIN", "NCCL_NET_PLUGIN", "NCCL_GI
 
 CONNECTIONS = {"none": 0, "full": 1, "rail": 2}
 """NCCL's numbers (``ncclGinConnectionType_t``)."""
+
+QUEUE_ROOM = 32
+"""``NCCL_NET_MAX_REQUESTS``."""
+
+QUEUE_BYTES, LIMITS_BYTES = 32, 128
 
 
 # ---- what there is -------------------------------------------------------------------------------------------------------
@@ -151,14 +158,29 @@ class DeviceCommunicator:
 def requirements(nccl: Any, needs: DeviceNeeds) -> Any:
     """`needs` in the words of nccl4py (`nccl`: its core module).
 
-    Signals are strong: one lands after *all* earlier puts of its context and target, which is the order kernels rely on.
+    Signals are strong: one lands after *all* earlier puts of its context and target, which is the order kernels rely on. Contexts are nobody else's:
+    what is in their queues is counted.
     """
     return nccl.NCCLDevCommRequirements(
         gin_context_count=needs.contexts, gin_signal_count=needs.signals, gin_connection_type=CONNECTIONS[needs.connection],
-        gin_strong_signals_required=True, gin_va_signals_required=False)
+        gin_strong_signals_required=True, gin_va_signals_required=False, gin_exclusive_contexts=True)
 
 
-def create(comm: Any, resource: Any, needs: DeviceNeeds, device: torch.device) -> DeviceCommunicator:
+def queue_room(environment: Mapping[str, str]) -> int:
+    """Requests that certainly fit in the queue of a (context, peer): of NCCL's proxy ``NCCL_NET_MAX_REQUESTS`` times what the network takes at once,
+    unless a variable makes it shorter (a power of two; NCCL ignores others). Other kinds of GIN have longer ones."""
+    told = environment.get("NCCL_GIN_PROXY_QUEUE_SIZE", "")
+    size = int(told) if told.isdecimal() else 0
+    return min(size, QUEUE_ROOM) if size > 0 and size & (size - 1) == 0 else QUEUE_ROOM
+
+
+def _accounts(num_ranks: int, needs: DeviceNeeds) -> bytes:
+    """What stands before the device communicator: a `Queue` for each (context, rank), then the `Limits` (``kernels/gin_room.cu``)."""
+    limits = struct.pack("<3Q", needs.timeout_ns, num_ranks, queue_room(os.environ))
+    return bytes(QUEUE_BYTES * needs.contexts * num_ranks) + limits.ljust(LIMITS_BYTES, b"\0")
+
+
+def create(comm: Any, resource: Any, needs: DeviceNeeds, num_ranks: int, device: torch.device) -> DeviceCommunicator:
     """The device communicator of a resource that nccl4py made for `needs`, copied to where kernels can read it."""
     import ctypes
 
@@ -172,6 +194,6 @@ def create(comm: Any, resource: Any, needs: DeviceNeeds, device: torch.device) -
     if have.gin_context_count < needs.contexts or have.gin_signal_count < needs.signals:
         raise RuntimeError(f"NCCL gives {have.gin_context_count} contexts and {have.gin_signal_count} signals, but the group needs {needs.contexts} "
                            f"and {needs.signals}")
-    content = bytearray((ctypes.c_char * size).from_address(int(resource.ptr)))
-    memory = torch.frombuffer(content, dtype=torch.uint8).to(device)
-    return DeviceCommunicator(memory.data_ptr(), needs, resource, memory)
+    accounts = _accounts(num_ranks, needs)
+    memory = torch.frombuffer(bytearray(accounts + bytes((ctypes.c_char * size).from_address(int(resource.ptr)))), dtype=torch.uint8).to(device)
+    return DeviceCommunicator(memory.data_ptr() + len(accounts), needs, resource, memory)

@@ -39,11 +39,13 @@ class DeviceNeeds:
         connection: ``"none"``, ``"full"`` (any networked peer) or ``"rail"`` (those with my index).
         contexts: independent queues of puts and signals.
         signals: signal words of each rank.
+        timeout_ns: nanoseconds a request may wait for room in its queue.
     """
 
     connection: str = "none"
     contexts: int = 0
     signals: int = 0
+    timeout_ns: int = 0
 
     @property
     def network(self) -> bool:
@@ -130,8 +132,8 @@ def device_needs(config: GroupConfig, topology: Topology) -> DeviceNeeds:
         return DeviceNeeds()
     network, connection = network_map(config, topology), "rail" if config.algorithm is Algorithm.HIGH_THROUGHPUT else "full"
     if network is None:
-        return DeviceNeeds(connection, 4, topology.num_ranks)
-    return DeviceNeeds(connection, network.num_contexts, network.num_signals)
+        return DeviceNeeds(connection, 4, topology.num_ranks, config.wait_ns)
+    return DeviceNeeds(connection, network.num_contexts, network.num_signals, config.wait_ns)
 
 
 def overlaps(regions: list[tuple[str, int, int]], total_bytes: int) -> str:

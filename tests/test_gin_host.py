@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import struct
 import types
 
 import pytest
@@ -9,12 +10,12 @@ import torch
 
 from ncclep_py import Group, GroupConfig, communicator, network
 from ncclep_py.config import Algorithm
-from ncclep_py.network import DeviceCommunicator, missing, network_facts, refuse, requirements, team_size_of
+from ncclep_py.network import DeviceCommunicator, missing, network_facts, queue_room, refuse, requirements, team_size_of
 from ncclep_py.plan import DeviceNeeds
 from ncclep_py.recording import RecordingCommunicator
 from ncclep_py.topology import Topology
 
-FULL, RAIL = DeviceNeeds("full", 4, 16), DeviceNeeds("rail", 2, 9)
+FULL, RAIL = DeviceNeeds("full", 4, 16, 5_000), DeviceNeeds("rail", 2, 9, 5_000)
 
 
 def machine(tmp_path, cards=(), modules="", gdr=False):
@@ -134,7 +135,7 @@ def ranks(count, resource=Resource):
         mine = resource()
         comm = types.SimpleNamespace(properties=types.SimpleNamespace(dev_comm_runtime_version_size=40), asked=[])
         comm.create_dev_comm = lambda need, comm=comm, mine=mine: comm.asked.append(need) or mine
-        made.append(Rank(comm=comm, device=torch.device("cpu"), resource=mine))
+        made.append(Rank(comm=comm, device=torch.device("cpu"), resource=mine, num_ranks=count))
     return made
 
 
@@ -148,7 +149,7 @@ def nccl(monkeypatch):
 def test_what_is_asked_of_nccl(nccl):
     asked = vars(requirements(nccl, FULL))
     assert asked == {"gin_context_count": 4, "gin_signal_count": 16, "gin_connection_type": 1, "gin_strong_signals_required": True,
-                     "gin_va_signals_required": False}
+                     "gin_va_signals_required": False, "gin_exclusive_contexts": True}
     assert requirements(nccl, RAIL).gin_connection_type == 2
 
 
@@ -163,10 +164,18 @@ def test_device_communicators_are_copied_to_the_device_and_given_back(nccl):
     made = communicator.create_dev_comms(several, FULL)
     for rank, device in zip(several, made, strict=True):
         assert bytes((ctypes.c_char * 40).from_address(device.address)) == bytes(range(40)) and device.address != rank.resource.ptr
+        limits = struct.unpack("<16Q", (ctypes.c_char * 128).from_address(device.address - 128))
+        assert limits == (FULL.timeout_ns, 3, 32, *[0] * 13)
+        assert bytes((ctypes.c_char * (32 * 4 * 3)).from_address(device.address - 128 - 32 * 4 * 3)) == bytes(32 * 4 * 3)   # of (context, rank)
         assert device.needs == FULL and len(rank.comm.asked) == 1
         device.close()
         device.close()
         assert rank.resource.closed == 1 and device.address == 0
+
+
+@pytest.mark.parametrize(("told", "room"), [(None, 32), ("4", 4), ("1", 1), ("64", 32), ("0", 32), ("12", 32), ("-1", 32), ("many", 32)])
+def test_no_more_requests_than_fit_in_a_queue(told, room):
+    assert queue_room({} if told is None else {"NCCL_GIN_PROXY_QUEUE_SIZE": told}) == room
 
 
 def test_one_team_asks_for_nothing(nccl):

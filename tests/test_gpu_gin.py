@@ -119,6 +119,20 @@ def test_a_rank_that_stops_answering(plugin: str, scenario: str, teams: int, aft
     assert output.count("EpTimeoutError") + output.count("EpPeerError") >= RANKS and moved(output)["lost"] > 0, output[-3000:]
 
 
+@pytest.mark.parametrize("teams", [2, 8])
+@pytest.mark.parametrize("scenario", ["ll_lost", "ht_lost"])
+def test_a_queue_that_does_not_move(plugin: str, scenario: str, teams: int) -> None:
+    """As when a network card fails: requests never complete, and queues of four of them fill up. Nobody waits in NCCL, which would be for ever."""
+    output = run(plugin, scenario, teams, LOOPBACK_LOSE_RANK="1", LOOPBACK_LOSE_AFTER="9", LOOPBACK_LOSE="never", NCCL_GIN_PROXY_QUEUE_SIZE="4")
+    assert output.count("EpTimeoutError") + output.count("EpPeerError") >= RANKS and moved(output)["lost"] > 0, output[-3000:]
+
+
+@pytest.mark.parametrize("teams", [2, 8])
+@pytest.mark.parametrize("scenario", ["ll_expert_major", "ll_rank_major", "ht_flat", "ht_expert_major"])
+def test_queues_of_two_requests(plugin: str, scenario: str, teams: int) -> None:
+    run(plugin, scenario, teams, LOOPBACK_DELAY_US="100", LOOPBACK_REORDER="1", LOOPBACK_SEED="7", NCCL_GIN_PROXY_QUEUE_SIZE="2", seconds=2 * SECONDS)
+
+
 @pytest.mark.parametrize("scenario", ["ll_expert_major", "ht_flat"])
 def test_a_process_per_rank(plugin: str, scenario: str) -> None:
     """Four processes in two teams; needs MPS. Puts between processes go through the plugin's rings in shared memory."""

@@ -16,7 +16,7 @@ from ncclep_py.kernels.ll_net_shape import LLNetShape
 from ncclep_py.kernels.shape import PLAIN, KernelShape, Wire
 
 CONFIG = GroupConfig(num_experts=128, max_dispatch_tokens_per_rank=128, hidden=7168, num_topk=8)
-STACK = 192
+STACK = 320   # of NCCL's calls, and of room for them
 """Bytes of a thread's stack: NCCL keeps its structures there (152); nothing else is spilled in loops."""
 
 

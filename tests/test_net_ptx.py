@@ -31,17 +31,30 @@ def sources(*names: str) -> str:
 
 pytestmark = pytest.mark.skipif(not has_library(), reason="NCCL here has no libnccl_device.ltoir of 2.32 or newer")
 
-# ---- gin_ops.cu ------------------------------------------------------------------------------------------------------------------
-SYSTEM, ACQUIRE, STRONG, ADD, INDEXED, NO_SIGNAL, ONE_LOOK = "0", "2", "1", "1", "2", "0", "0"
+# ---- gin_room.cu, gin_ops.cu -----------------------------------------------------------------------------------------------------
+SYSTEM, ACQUIRE, RELAXED, STRONG, ADD, INDEXED, NO_SIGNAL, ONE_LOOK = "0", "2", "0", "1", "1", "2", "0", "0"
 SETUP = {"ncclGin_C_init", "ncclCoopAnyInitThread", "ncclTeamWorld"}
-ASKED: dict[str, tuple[str, dict[int, str]]] = {
-    # function: (what it calls of NCCL, and with which constants, by number of the argument)
-    "gin_put": ("ncclGinPut_v3", {8: NO_SIGNAL, 15: "0", 20: SYSTEM, 21: SYSTEM, 22: "0", 23: "0"}),
-    "gin_put_value": ("ncclGinPutValue_v3", {6: "8", 7: NO_SIGNAL, 16: SYSTEM, 17: SYSTEM, 18: "0"}),
-    "gin_signal": ("ncclGinSignal_v3", {3: INDEXED, 7: STRONG, 8: ADD, 13: SYSTEM, 14: SYSTEM, 15: "0"}),
-    "gin_signal_value": ("ncclGinReadSignal", {2: "64", 3: ACQUIRE}),
-    "gin_flushed": ("ncclGinFlushTimeout", {2: ACQUIRE, 5: ONE_LOOK}),
+Calls = tuple[tuple[str, dict[int, str]], ...]
+
+
+def counted(function: str, constants: dict[int, str]) -> Calls:
+    """A request: room first, and counted when it was issued."""
+    return ("gin_claim", {}), (function, constants), ("gin_issued", {})
+
+
+ASKED: dict[str, tuple[Calls, set[str]]] = {
+    # function: (what it calls, and with which constants, by number of the argument; its own ordered accesses)
+    "gin_claim": ((("ncclGinFlushAsync", {5: "0", 6: "0", 7: "0"}), ("ncclGinWaitTimeout", {3: "0", 4: "0", 5: RELAXED, 6: ONE_LOOK})),
+                  {"ld.relaxed.gpu.global.u64", "ld.acquire.gpu.global.u64", "atom.relaxed.gpu.global.add.u64", "red.relaxed.gpu.global.max.u64",
+                   "st.relaxed.gpu.global.u64"}),
+    "gin_issued": ((), {"red.release.gpu.global.add.u64"}),
+    "gin_put": (counted("ncclGinPut_v3", {8: NO_SIGNAL, 15: "0", 20: SYSTEM, 21: SYSTEM, 22: "0", 23: "0"}), set()),
+    "gin_put_value": (counted("ncclGinPutValue_v3", {6: "8", 7: NO_SIGNAL, 16: SYSTEM, 17: SYSTEM, 18: "0"}), set()),
+    "gin_signal": (counted("ncclGinSignal_v3", {3: INDEXED, 7: STRONG, 8: ADD, 13: SYSTEM, 14: SYSTEM, 15: "0"}), set()),
+    "gin_signal_value": ((("ncclGinReadSignal", {2: "64", 3: ACQUIRE}),), set()),
+    "gin_flushed": ((("ncclGinFlushTimeout", {2: ACQUIRE, 5: ONE_LOOK}),), set()),
 }
+ORDERED = r"\b(?:(?:fence|membar|bar|red|atom)\.[\w.]+|st\.(?:global|volatile|relaxed|release)[\w.]*|ld\.(?:volatile|relaxed|acquire)[\w.]*)"
 
 
 def gin_functions(source: str) -> dict[str, str]:
@@ -52,18 +65,21 @@ def gin_functions(source: str) -> dict[str, str]:
 
 def gin_complaints(name: str, body: str) -> list[str]:
     """What is wrong with one of them."""
-    asked, constants = ASKED[name]
+    asked, ordered = ASKED[name]
     wrong, others = [], []
     for text in re.split(r"callseq \d+, 0", body)[1:]:
-        called = re.search(r"\b_Z(\d+)(\w+)", text)
-        function = called[2][:int(called[1])]
-        if function in SETUP:
+        called = re.search(r"call\.uni\s+(?:\([^)]*\),\s*)?(\w+),", text)[1]
+        if mangled := re.match(r"_Z(\d+)", called):
+            called = called[mangled.end():][:int(mangled[1])]
+        if called in SETUP:
             continue
-        others.append(function)
+        others.append(called)
         given = {int(n): value for n, value in re.findall(r"st\.param\.\w+\s+\[param(\d+)\+0\],\s*(\S+?);", text)}
-        wrong += [f"argument {n} of {function} is {given.get(n)}, not {value}" for n, value in constants.items() if given.get(n) != value]
-    wrong += [f"calls {others}, not {asked}"] if others != [asked] else []
-    return wrong + re.findall(r"\b(?:fence|membar|bar|red|atom|st\.global|st\.volatile)\.[\w.]+", body)
+        constants = dict(asked).get(called, {})
+        wrong += [f"argument {n} of {called} is {given.get(n)}, not {value}" for n, value in constants.items() if given.get(n) != value]
+    wrong += [f"calls {others}, not {asked}"] if others != [function for function, _ in asked] else []
+    accesses = set(re.findall(ORDERED, body))
+    return wrong + [f"accesses {accesses}, not {ordered}"] * (accesses != ordered)
 
 
 GIN_MUTANTS = {"a weak signal": ("gin_signal", "ncclGinSignal_t(signal), true", "ncclGinSignal_t(signal), false"),
@@ -71,22 +87,29 @@ GIN_MUTANTS = {"a weak signal": ("gin_signal", "ncclGinSignal_t(signal), true", 
                "a relaxed look": ("gin_signal_value", "64, cuda::memory_order_acquire", "64, cuda::memory_order_relaxed"),
                "a short signal": ("gin_signal_value", "64, cuda", "32, cuda"),
                "a flush that waits": ("gin_flushed", "nullptr, 0) ==", "nullptr, 1000000) =="),
-               "a word of four bytes": ("gin_put_value", "value, 8,", "value, 4,")}
+               "a word of four bytes": ("gin_put_value", "value, 8,", "value, 4,"),
+               "a put without room": ("gin_put", "  if (!gin_claim(comm, context, peer)) return;\n", ""),
+               "a put that is not counted": ("gin_put", "  gin_issued(comm, context, peer);\n", ""),
+               "a ticket that waits": ("gin_claim", "cuda::memory_order_relaxed, 0) ==", "cuda::memory_order_relaxed, 1000000) =="),
+               "counted before it is issued, perhaps": ("gin_issued", "red.release.gpu.global.add", "red.relaxed.gpu.global.add"),
+               "a ticket from before the count, perhaps": ("gin_claim",
+                                                           "{ u64 v; asm volatile(\"ld.acquire.gpu", "{ u64 v; asm volatile(\"ld.relaxed.gpu")}
 
 
 def test_gin_ops_ask_nccl_for_what_they_say():
-    source = sources("gin_ops.cu")
-    bodies = gin_functions(source)
+    bodies = gin_functions(sources(*device_library.NETWORK_SOURCES))
     assert {name: gin_complaints(name, bodies[name]) for name in bodies} == dict.fromkeys(ASKED, [])
 
 
-@pytest.mark.parametrize("whats", [("a weak signal", "a relaxed look", "a flush that waits", "a word of four bytes"),
-                                   ("a signal that is set", "a short signal")], ids=len)
+@pytest.mark.parametrize("whats", [("a weak signal", "a relaxed look", "a flush that waits", "a word of four bytes", "a put without room"),
+                                   ("a signal that is set", "a short signal", "a put that is not counted", "a ticket that waits"),
+                                   ("counted before it is issued, perhaps", "a ticket from before the count, perhaps")], ids=len)
 def test_gin_mutants_are_found(whats):
-    source = sources("gin_ops.cu")
+    source = sources(*device_library.NETWORK_SOURCES)
     for what in whats:
         name, old, new = GIN_MUTANTS[what]
-        begin = source.index(f" {name}(")
+        begin = source.index(f"NET int {name}(" if f"NET int {name}(" in source else f" {name}(")
+        begin = 0 if old not in source[begin:] else begin   # what gin_room.cu does for it
         assert old in source[begin:]
         source = source[:begin] + source[begin:].replace(old, new, 1)
     wrong = {name for name, body in gin_functions(source).items() if gin_complaints(name, body)}

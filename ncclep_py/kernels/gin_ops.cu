@@ -5,13 +5,10 @@
 // fence of its own. A signal is a *strong* one; NCCL's weak ones speak only for the put they come with. The other half is the acquiring load of the
 // signal. A word that is put carries its value in the request, so nothing has to be visible before.
 //
-// No call waits for a peer, with an exception that NCCL leaves no way around: a put or signal waits, without deadline, for room in the queue of its
-// (context, peer). Who may issue more than a queue holds must see `gin_flushed` first, which has a deadline (wait_flushed in net_calls.cu).
+// No call waits for a peer. A put or signal waits for room in its queue (gin_room.cu, the first part of this program), and if there is none in time it is
+// left out, like all later ones to that peer.
 #include <nccl_gin.h>
 #include <gin.h>
-
-typedef long long i64;
-typedef unsigned long long u64;
 
 const cuda::thread_scope FENCED = cuda::thread_scope_system;
 
@@ -26,21 +23,44 @@ struct Call {   // what every call needs: a context, and that one thread calls
   __device__ __forceinline__ ncclGin_C* net() { return (ncclGin_C*)room; }
 };
 
+struct Ticket : Call {   // good once all that was issued to the peer on the context before has left the queue
+  ncclGinRequest_t request;
+  __device__ __forceinline__ Ticket(i64 comm, i64 context, i64 peer) : Call(comm, context) {
+    ncclGinFlushAsync(net(), ncclTeamWorld(this->comm), unsigned(peer), &request, alone, ncclGinOptFlagsDefault, false, nullptr);
+  }
+  __device__ __forceinline__ bool good() {   // 0 cycles: NCCL looks once
+    return ncclGinWaitTimeout(net(), &request, alone, false, nullptr, cuda::memory_order_relaxed, 0) == ncclSuccess;
+  }
+};
+
+NET int gin_claim(i64 comm, i64 context, i64 peer) {
+  const Limits* limits = limits_of(comm);
+  return claim(queue_of(comm, context, peer), &queue_of(comm, 0, peer)->lost, limits->room, limits->timeout,
+               [&] { return Ticket(comm, context, peer); });
+}
+NET void gin_issued(i64 comm, i64 context, i64 peer) { count_after(&queue_of(comm, context, peer)->issued); }
+
 NET void gin_put(i64 comm, i64 window, i64 peer, i64 context, i64 target, i64 source_window, i64 source, i64 num_bytes) {
+  if (!gin_claim(comm, context, peer)) return;
   Call call(comm, context);
   ncclGinPut_v3(call.net(), ncclTeamWorld(call.comm), int(peer), (ncclWindow_t)window, target, (ncclWindow_t)source_window, source, num_bytes,
                 NCCL_GIN_SIGNAL_TYPE_NONE, nullptr, 0, 0, false, ncclGinSignalAdd, 0, false, 0, call.alone, false, nullptr, FENCED, FENCED,
                 ncclGinOptFlagsDefault, ncclGinSegmentTypeDevice);
+  gin_issued(comm, context, peer);
 }
 NET void gin_put_value(i64 comm, i64 window, i64 peer, i64 context, i64 target, u64 value) {
+  if (!gin_claim(comm, context, peer)) return;
   Call call(comm, context);
   ncclGinPutValue_v3(call.net(), ncclTeamWorld(call.comm), int(peer), (ncclWindow_t)window, target, value, 8, NCCL_GIN_SIGNAL_TYPE_NONE, nullptr, 0, 0,
                      false, ncclGinSignalAdd, 0, call.alone, false, nullptr, FENCED, FENCED, ncclGinOptFlagsDefault);
+  gin_issued(comm, context, peer);
 }
 NET void gin_signal(i64 comm, i64 peer, i64 context, i64 signal, i64 amount) {
+  if (!gin_claim(comm, context, peer)) return;
   Call call(comm, context);
   ncclGinSignal_v3(call.net(), ncclTeamWorld(call.comm), int(peer), NCCL_GIN_SIGNAL_TYPE_INDEXED, nullptr, 0, ncclGinSignal_t(signal), true,
                    ncclGinSignalAdd, amount, call.alone, false, nullptr, FENCED, FENCED, ncclGinOptFlagsDefault);
+  gin_issued(comm, context, peer);
 }
 NET u64 gin_signal_value(i64 comm, i64 context, i64 signal) {
   Call call(comm, context);

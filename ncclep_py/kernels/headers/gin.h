@@ -5,7 +5,7 @@
 
 // Puts `num_bytes` at `source` of my window to `target` of the peer's. The release is the caller's: a system fence by the calling thread, after the
 // barrier (__syncwarp, __syncthreads) that orders what other threads wrote. Lands any time, in pieces, in no order with other puts; reads the source
-// up to then. Does not wait for it, but may wait for room in the peer's queue.
+// up to then. Does not wait for it, but for room in the peer's queue: if there is none in time the put is left out, like all later ones to the peer.
 NET void gin_put(long long comm, long long window, long long peer, long long context, long long target, long long source_window, long long source,
                  long long num_bytes);
 // Puts one aligned 64-bit word, whole. It carries its value along and orders nothing.
