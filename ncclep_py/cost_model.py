@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from ncclep_py.config import Algorithm
+from ncclep_py.config import Algorithm, GroupConfig
 from ncclep_py.topology import Topology
 
 __all__ = ["DEEPEP_V1", "MACHINES", "OURS", "Constants", "Cost", "Machine", "Shares", "Traffic", "Workload", "chunk_tokens", "distinct", "predict",
@@ -269,6 +269,7 @@ def predict(work: Workload, machine: Machine, algorithm: Algorithm, combine: boo
 
 
 CHUNKS = (8, 16, 32, 64, 128, 256)
+GROUP_CHUNKS = (8, 16, 32)   # a lane for each token
 
 
 def chunk_tokens(work: Workload, machine: Machine, constants: Constants = OURS, *, contexts: int = 4, choices: tuple[int, ...] = CHUNKS) -> int:
@@ -288,3 +289,10 @@ def chunk_tokens(work: Workload, machine: Machine, constants: Constants = OURS, 
                 + signals * constants.message_us / contexts)
 
     return min(choices, key=lost)
+
+
+def group_chunk_tokens(config: GroupConfig, topology: Topology) -> int:
+    """`chunk_tokens` of a HIGH_THROUGHPUT group, of those its kernels can have, for its most tokens. Every rank must find the same, so the speeds are
+    an H200's whatever the machine: what counts is the share of a chunk's time to a message's."""
+    work = Workload(topology, config.max_dispatch_tokens_per_rank, config.hidden, config.num_experts, config.num_topk, config.row_bytes)
+    return chunk_tokens(work, MACHINES["h200"], choices=GROUP_CHUNKS)

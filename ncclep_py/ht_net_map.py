@@ -49,14 +49,16 @@ from __future__ import annotations
 import dataclasses
 
 from ncclep_py.config import GroupConfig
+from ncclep_py.cost_model import group_chunk_tokens
 from ncclep_py.ht_memory_map import HTMaps, HTWindowMap
 from ncclep_py.memory_map import SLOT_ALIGNMENT, WORD, LocalMap, align
+from ncclep_py.topology import Topology
 
 __all__ = ["HTNetMap"]
 
-CHUNK_TOKENS = 32
 MAX_CHANNELS = 16
 MAX_CONTEXTS = 4
+"""What NCCL offers unless more are asked for; by the cost model, time never grows with their number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +114,11 @@ class HTNetMap:
 
     @classmethod
     def build(cls, config: GroupConfig, num_ranks: int, team_size: int, window: HTWindowMap, local: LocalMap,
-              chunk_tokens: int = CHUNK_TOKENS) -> HTNetMap:
-        """The plan for a group of several teams, whose plans for one team are `window` and `local`."""
+              chunk_tokens: int = 0) -> HTNetMap:
+        """The plan for a group of several teams, whose plans for one team are `window` and `local`; `chunk_tokens` 0: the cost model's choice."""
         if not 0 < team_size < num_ranks or num_ranks % team_size:
             raise ValueError(f"team_size must divide num_ranks = {num_ranks} and be smaller, got {team_size}")
+        chunk_tokens = chunk_tokens or group_chunk_tokens(config, Topology(num_ranks, team_size))
         if not 0 < chunk_tokens <= 32:
             raise ValueError(f"chunk_tokens must be in [1, 32], got {chunk_tokens}")
         teams, experts, tokens = num_ranks // team_size, config.num_experts, config.max_dispatch_tokens_per_rank

@@ -15,17 +15,13 @@ import sys
 from typing import Any
 
 from ncclep_py.config import Algorithm, GroupConfig, Layout, TokenType
-from ncclep_py.cost_model import MACHINES, OURS, Cost, Machine, Workload, chunk_tokens, predict
+from ncclep_py.cost_model import GROUP_CHUNKS, MACHINES, OURS, Cost, Machine, Workload, chunk_tokens, predict
 from ncclep_py.ht_memory_map import HTWindowMap, ht_local_map
 from ncclep_py.ht_net_map import HTNetMap
 from ncclep_py.memory_map import LocalMap, WindowMap
 from ncclep_py.topology import Topology
 
 __all__ = ["DeviceNeeds", "Plan", "add_arguments", "device_needs", "main", "make_plan", "network_map", "overlaps"]
-
-CONTEXTS = (1, 2, 4, 8)
-CHUNKS = (8, 16, 32)
-"""Tokens of a chunk that a plan may choose."""
 
 ADDRESS_LIMIT = 1 << 63
 """Kernels compute offsets in signed 64-bit integers."""
@@ -63,8 +59,9 @@ class Plan:
         transport: ``"local"`` (one team), ``"direct"`` (a row goes to each networked rank) or ``"hierarchical"`` (to each remote team, by
             its rail peer).
         needs: of the device communicator.
-        chunk_tokens: tokens of a chunk of a hierarchical operation, 0 if there are none.
-        best_chunk_tokens: what the cost model would choose; groups do not follow it yet.
+        chunk_tokens: tokens of a chunk of a hierarchical operation, 0 if there are none: the cost model's choice for the group's most tokens and an
+            H200's links.
+        best_chunk_tokens: its choice for the tokens and the machine asked for.
         regions: (name, first byte, end byte) of every region of the symmetric window.
         window_bytes, local_bytes: memory of each rank.
         costs: predicted (dispatch, combine) by name of the way: ``ll``, ``ht`` and ``ht direct``, the last for comparison only.
@@ -113,7 +110,7 @@ def _cost_dict(cost: Cost) -> dict[str, Any]:
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------------
-def network_map(config: GroupConfig, topology: Topology, chunk: int = CHUNKS[-1]) -> Any:
+def network_map(config: GroupConfig, topology: Topology, chunk: int = 0) -> Any:
     """The byte plan of what several teams add, None for one team: its ``regions()``, ``num_signals``, ``num_contexts`` and ``total_bytes``."""
     if topology.num_teams == 1:
         return None
@@ -183,13 +180,13 @@ def make_plan(config: GroupConfig, topology: Topology, machine: Machine = MACHIN
                     per_rank)
     several = topology.num_teams > 1
     transport = "local" if not several else "hierarchical" if high else "direct"
-    best = chunk_tokens(work, machine, choices=CHUNKS) if transport == "hierarchical" else 0
+    best = chunk_tokens(work, machine, choices=GROUP_CHUNKS) if transport == "hierarchical" else 0
     network, needs = network_map(config, topology), device_needs(config, topology)
     chunk = network.chunk_tokens if transport == "hierarchical" else 0
     plans: tuple[Any, Any] = ((HTWindowMap.build(config, topology.num_ranks), ht_local_map(config)) if high
                               else (WindowMap.build(config, topology.num_ranks), LocalMap.build(config)))
     regions = plans[0].regions() + (network.regions() if network else [])
-    contexts = needs.contexts or CONTEXTS[0]
+    contexts = needs.contexts or 1
     ways = {"ll": (Algorithm.LOW_LATENCY, True), "ht": (Algorithm.HIGH_THROUGHPUT, True)}
     if several:
         ways["ht direct"] = (Algorithm.HIGH_THROUGHPUT, False)
@@ -262,7 +259,7 @@ def text(plan: Plan, rank: int) -> str:
              f"rank {rank}: team {t.team_of(rank)}, index {t.index_of(rank)}; {t.team_size - 1} direct peers, puts to {len(networked)} networked ones"
              + (f" ({', '.join(map(str, networked[:6]))}{', ...' if len(networked) > 6 else ''})" if networked else "")]
     if needs.network:
-        chunks = f", chunks of {plan.chunk_tokens} tokens (best by the model: {plan.best_chunk_tokens})" if plan.chunk_tokens else ""
+        chunks = f", chunks of {plan.chunk_tokens} tokens (best for this machine: {plan.best_chunk_tokens})" if plan.chunk_tokens else ""
         lines.append(f"device communicator: GIN connection {needs.connection}, {needs.contexts} contexts, {needs.signals} signals{chunks}")
     lines.append(f"memory per rank: window {plan.window_bytes / 1e6:.1f} MB, own {plan.local_bytes / 1e6:.2f} MB")
     lines += [f"  {name:<14} {begin:>14} {end - begin:>14} bytes" for name, begin, end in plan.regions if end > begin]

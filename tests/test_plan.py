@@ -1,5 +1,6 @@
 """Plans: every offset at 64 to 1024 ranks, what a device communicator needs, the choice, the command line."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from ncclep_py.__main__ import main
 from ncclep_py.config import Algorithm, GroupConfig, Layout
 from ncclep_py.cost_model import MACHINES
 from ncclep_py.ht_memory_map import HTWindowMap, ht_local_map
-from ncclep_py.ht_net_map import CHUNK_TOKENS
+from ncclep_py.kernels.ht_net_shape import HTNetShape
 from ncclep_py.memory_map import LocalMap, WindowMap
 from ncclep_py.topology import Topology
 
@@ -73,7 +74,21 @@ def test_needs(team, algorithm, connection, transport):
     needs, made = plan.device_needs(config(8, algorithm), topology), plan.make_plan(config(8, algorithm), topology)
     assert (needs.connection, made.transport) == (connection, transport) and made.needs == needs
     assert needs.network is (team < 8) and (needs.contexts > 0) is (needs.signals > 0) is needs.network
-    assert (made.best_chunk_tokens in plan.CHUNKS) is (made.chunk_tokens == CHUNK_TOKENS) is (transport == "hierarchical")
+    assert (made.best_chunk_tokens in plan.GROUP_CHUNKS) is (made.chunk_tokens in plan.GROUP_CHUNKS) is (transport == "hierarchical")
+
+
+def test_groups_follow_the_model():
+    """Chunks of the group, of its kernels and of the plan are the same, and not always as long."""
+    found = []
+    for tokens in (512, 65536):
+        settings, topology = config(16, HT, tokens=tokens), Topology(16, 8)
+        made = plan.make_plan(settings, topology)
+        shape = HTNetShape.over_teams(settings, 16, 8, settings.num_topk, 8, Layout.FLAT, 0, 16)
+        assert made.chunk_tokens == made.best_chunk_tokens == shape.net.chunk_tokens == plan.network_map(settings, topology).chunk_tokens
+        slow = plan.make_plan(settings, topology, dataclasses.replace(MACHINES["h200"], network=1.0))
+        assert slow.chunk_tokens == made.chunk_tokens and slow.best_chunk_tokens == 8   # a rank's own links do not decide
+        found.append(made.chunk_tokens)
+    assert found == [8, 32]
 
 
 def test_one_team_has_the_plan_of_before():
