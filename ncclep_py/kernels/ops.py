@@ -20,6 +20,7 @@ from typing import Any
 
 from ncclep_py.kernels.ht_net_vocabulary import HT_NET_OPERATIONS, HT_NET_PARAMETERS
 from ncclep_py.kernels.ht_vocabulary import HT_OPERATIONS, HT_PARAMETERS
+from ncclep_py.kernels.ll_net_masked_vocabulary import LL_NET_MASKED_OPERATIONS, LL_NET_MASKED_PARAMETERS
 from ncclep_py.kernels.ll_net_staged_vocabulary import LL_NET_STAGED_OPERATIONS, LL_NET_STAGED_PARAMETERS
 from ncclep_py.kernels.ll_net_vocabulary import LL_NET_OPERATIONS, LL_NET_PARAMETERS
 from ncclep_py.kernels.mask_vocabulary import MASK_OPERATIONS, MASK_PARAMETERS
@@ -113,7 +114,7 @@ PARAMETERS = {
     "counter": "address of BLOCKS_DONE",
     "trace": "what `trace_begin` or the last `stamp` returned",
     "phase": "stamps.Step",
-} | MASK_PARAMETERS | HT_PARAMETERS | HT_NET_PARAMETERS | LL_NET_PARAMETERS | LL_NET_STAGED_PARAMETERS
+} | MASK_PARAMETERS | HT_PARAMETERS | HT_NET_PARAMETERS | LL_NET_PARAMETERS | LL_NET_STAGED_PARAMETERS | LL_NET_MASKED_PARAMETERS
 """Meaning of the parameters."""
 
 
@@ -249,7 +250,7 @@ OPS |= {op[0]: _op(*op) for op in (*MASK_OPERATIONS, *HT_OPERATIONS)}
 """All operations by name."""
 
 HT_NET_OPS: dict[str, Op] = {op[0]: _op(*op) for op in HT_NET_OPERATIONS}
-LL_NET_OPS: dict[str, Op] = {op[0]: _op(*op) for op in (*LL_NET_OPERATIONS, *LL_NET_STAGED_OPERATIONS)}
+LL_NET_OPS: dict[str, Op] = {op[0]: _op(*op) for op in (*LL_NET_OPERATIONS, *LL_NET_STAGED_OPERATIONS, *LL_NET_MASKED_OPERATIONS)}
 NET_OPS = HT_NET_OPS | LL_NET_OPS
 """Operations of kernels over several teams, which no other kernel is linked with."""
 

@@ -136,6 +136,15 @@ class Network:
         if found is not None and found.clock is not None:
             task.agent.join(found.clock)
 
+    def forgive(self, rank: int) -> None:
+        """What puts to `rank` read and wrote so far is over: its peers go on without it, and it learns that it may have got anything."""
+        slots = [w.slot for w in self.wires.values() if w.target == rank]
+        for region in self.sim.memory.regions:
+            for part in region.parts:
+                if part.weak:
+                    part.reads[:, slots] = 0
+                    part.writes[np.isin(part.writers, slots)] = 0
+
     # ---- inside ----------------------------------------------------------------------------------------------------------------
     def _at(self, window: int, rank: int, offset: int, size: int) -> int:
         region = self.sim.windows[window][rank]
@@ -188,8 +197,13 @@ class Network:
             target, source, size = piece
             item.pieces.remove(piece)
             if item.kind == "put":
-                data = sim.memory.read(agent, source, size).copy()
-                sim.memory.write(agent, target, size)[:] = data
+                if wire.target in sim.memory.outcast:   # from a send buffer that is in use again
+                    where, whence = sim.memory.find(agent, target, size), sim.memory.find(agent, source, size)
+                    at, begin = target - where.address, source - whence.address
+                    where.bytes[at:at + size] = whence.bytes[begin:begin + size].copy()
+                else:
+                    data = sim.memory.read(agent, source, size).copy()
+                    sim.memory.write(agent, target, size)[:] = data
             else:
                 word = sim.words.word(agent, target)
                 store = word.append(item.value, agent, "sys", None, None)

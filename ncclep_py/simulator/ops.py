@@ -17,6 +17,7 @@ from ncclep_py.simulator import (
     ht_net_ops,
     ht_ops,
     ht_row_ops,
+    ll_net_masked_ops,
     ll_net_ops,
     ll_net_staged_ops,
     mask_clean_ops,
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["MODULES", "vocabulary"]
 
 Implementation = Callable[..., int]
-MODULES = (routing_ops, rank_ops, recipe_ops, staged_ops, ht_ops, ht_row_ops, mask_clean_ops, mask_ops, mask_row_ops, trace_ops, ll_net_ops,
-           ll_net_staged_ops, ht_net_ops)
+MODULES = (routing_ops, rank_ops, recipe_ops, staged_ops, ht_ops, ht_row_ops, mask_clean_ops, mask_ops, mask_row_ops, trace_ops, ll_net_masked_ops,
+           ll_net_ops, ll_net_staged_ops, ht_net_ops)
 """Where operations are, besides this file."""
 
 

@@ -1,0 +1,57 @@
+"""The operations that only LOW_LATENCY kernels with masks over several teams use: name, scope, parameters, effects, doc, as in ``ht_vocabulary``.
+
+Protocol: ``ncclep_py.ll_net_member_map``. Bit r of a view: rank r is missed; then FAILED. Waits do not fail, they return what they miss.
+"""
+
+from __future__ import annotations
+
+__all__ = ["LL_NET_MASKED_OPERATIONS", "LL_NET_MASKED_PARAMETERS"]
+
+LL_NET_MASKED_PARAMETERS = {
+    "views": "window offset of the views",
+    "rounds": "most rounds of an agreement",
+    "round": "round of the agreement, from 1; 0 for what is decided",
+    "view": "whom this rank misses, and FAILED",
+    "adds": "address of the attempts in which each rank and I were members, [32] u64",
+    "returned_bytes": "bytes of the rows that one rank sends back",
+}
+"""Meaning of the parameters that no other vocabulary has."""
+
+_TEAM = "rank num_ranks team_size"
+_SIZES = "num_topk num_experts num_ranks"
+_ISSUE = "fence.acq_rel.sys; st.relaxed.sys net"
+
+LL_NET_MASKED_OPERATIONS: tuple[tuple, ...] = (
+    ("ll_net_enter_members", "block", f"comm window heads {_TEAM} contexts mask adds epoch signature status timeout",
+     f"ld.weak adds; ld.acquire.sys net; {_ISSUE}; bar.sync",
+     "Drain: wait until all that networked members put in earlier attempts is here; then put my HEAD to them, and signal it. The others as bits."),
+    ("ll_net_wait_members", "block", f"comm window heads {_TEAM} mask view adds epoch signature waited timeout",
+     "ld.weak adds; ld.acquire.sys head; ld.acquire.sys net; bar.sync",
+     "Acquire, system scope: wait for HEAD of all members that are not in `view`; the view after that."),
+    ("ll_net_send_member_row", "warp",
+     f"comm window sent messages tokens token first {_SIZES} plane_rows row_bytes header_bytes message_bytes rank team_size contexts epoch",
+     f"ld.nc tokens; st.weak sent; st.weak staging; {_ISSUE}",
+     "Make the message of a token and send it to every rank that hosts one of its experts, mine included."),
+    ("ll_net_signal_members", "warp", f"comm {_TEAM} context mask", _ISSUE, "Add 1 to my DATA signal of a context at each networked member."),
+    ("ll_net_wait_member_data", "block", f"comm window arrived views {_TEAM} contexts mask rounds adds epoch waited timeout",
+     "ld.weak adds; ld.acquire.sys arrived; ld.relaxed.sys view; ld.acquire.sys net; bar.sync",
+     "Acquire, system scope: wait for ARRIVED of my team's members and for DATA of networked ones, or a first view that is not the mask. My view."),
+    ("ll_net_say", "warp", f"comm window views {_TEAM} mask rounds round epoch view", "st.relaxed.sys view; st.relaxed.sys net",
+     "Tell all members of the mask my view in a round."),
+    ("ll_net_hear", "block", "window views rank num_ranks mask rounds round epoch view timeout", "ld.relaxed.sys view; bar.sync",
+     "Wait for the views of all members that are not in mine, or for what somebody decided. The view after that, with SAID if it is decided."),
+    ("ll_net_conclude_members", "warp",
+     f"comm window heads arrived {_TEAM} adds members masked_at epoch signature mask view left notice fail record",
+     "ld.weak masked_at; ld.weak adds; ld.relaxed.sys head; ld.relaxed.sys arrived; ld.relaxed.sys net; st.weak masked_at; st.weak adds; st.weak members",
+     "The code of this attempt, the mask of the next, and the async error if a rank was masked or a masked one came."),
+    ("ll_net_count_messages", "block", f"window messages most {_SIZES} plane_rows message_bytes rank mask epoch expert_counters",
+     "bar.sync; ld.weak staging; bar.sync; st.weak expert_counters",
+     "Shared memory: rows of each member for my experts, by the messages that came. The grid's last block writes how many rows each receives."),
+    ("ll_net_return_member_rows", "warp",
+     "comm window slot returned remote source token most num_topk row_bytes returned_bytes rank team_size contexts",
+     f"ld.weak remote; ld.weak slot; st.weak staging; {_ISSUE}", "Send what experts made of a received token's rows back to its source."),
+    ("ll_net_gather_member_row", "warp",
+     f"window returned returned_bytes table weights out token {_SIZES} plane_rows row_bytes token_type rank mask",
+     "ld.weak table; ld.nc weights; ld.weak returned; st.weak out", "`gather_row` of a whole row from what members sent back."),
+)
+"""In the order of an operation's life."""
