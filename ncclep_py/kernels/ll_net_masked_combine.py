@@ -39,6 +39,7 @@ def make_ll_net_masked_combine(shape: LLNetMaskedShape, ops: Vocabulary) -> Call
     publish_arrived, signal, wait_data = ops.ht_net_publish_arrived, ops.ll_net_signal_members, ops.ll_net_wait_member_data
     say, hear, conclude = ops.ll_net_say, ops.ll_net_hear, ops.ll_net_conclude_members
     last_block, tell_outcome, await_outcome = ops.last_block, ops.tell_outcome, ops.await_outcome
+    await_view = ops.ll_net_await_view
     trace_begin, stamp = ops.trace_begin, ops.stamp
 
     def ll_net_masked_combine(comm, window, rank, local, record, weights, out, num_tokens, rows_valid, slot, table, remote, header, handle,  # noqa: ANN001, ANN202
@@ -47,7 +48,7 @@ def make_ll_net_masked_combine(shape: LLNetMaskedShape, ops: Vocabulary) -> Call
         fail, waited, adds = local + FAIL, local + WAITED, local + ADDS
         code, epoch, held = AGAIN, read_epoch(local + EPOCH), read_header(header)
         state = header_status(held, handle, status)
-        if status == 0:
+        if status == 0 and (read_mask(local + MASK) >> rank) & 1 == 0:
             check_header(held, handle, rank, epoch, fail, record)   # all refuse it by my HEAD; my record says more
         for attempt in range(ATTEMPTS):
             epoch, mask = read_epoch(local + EPOCH), read_mask(local + MASK)
@@ -64,7 +65,7 @@ def make_ll_net_masked_combine(shape: LLNetMaskedShape, ops: Vocabulary) -> Call
                 if warp_idx() == 0:
                     tell_outcome(local + GO, epoch, view | SAID)
             trace = stamp(trace, WAIT_HEADS)
-            view = await_outcome(local + GO, epoch, PATIENCE * timeout)   # SAID is missing if that ended by its deadline
+            view = await_view(local + GO, epoch, PATIENCE * timeout)   # SAID is missing if that ended by its deadline
             # ---- 2 send rows back --------------------------------------------------------------------------------------
             trace = stamp(trace, ROWS)
             if member == 1 and view == mask | SAID:

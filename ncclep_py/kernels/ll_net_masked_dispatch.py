@@ -41,6 +41,7 @@ def make_ll_net_masked_dispatch(shape: LLNetMaskedShape, ops: Vocabulary) -> Cal
     say, hear, conclude = ops.ll_net_say, ops.ll_net_hear, ops.ll_net_conclude_members
     count_messages, take_row = ops.ll_net_count_messages, ops.ll_net_take_row
     last_block, store_header, tell_outcome, await_outcome = ops.last_block, ops.store_header, ops.tell_outcome, ops.await_outcome
+    await_view = ops.ll_net_await_view
     trace_begin, stamp = ops.trace_begin, ops.stamp
 
     def ll_net_masked_dispatch(comm, window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, slot, table,  # noqa: ANN001, ANN202
@@ -64,7 +65,7 @@ def make_ll_net_masked_dispatch(shape: LLNetMaskedShape, ops: Vocabulary) -> Cal
                 if warp_idx() == 0:
                     tell_outcome(local + GO, epoch, view | SAID)
             trace = stamp(trace, WAIT_HEADS)
-            view = await_outcome(local + GO, epoch, PATIENCE * timeout)   # SAID is missing if that ended by its deadline
+            view = await_view(local + GO, epoch, PATIENCE * timeout)   # SAID is missing if that ended by its deadline
             # ---- 2 send ------------------------------------------------------------------------------------------------
             trace = stamp(trace, COUNTING)
             if member == 1 and view == mask | SAID:

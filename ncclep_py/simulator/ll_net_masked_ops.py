@@ -11,6 +11,7 @@ from ncclep_py.ll_net_member_map import FAILED, SAID
 from ncclep_py.simulator.call import Access, Call
 from ncclep_py.simulator.ht_net_ops import _head, _head_words, _local, _network, _team
 from ncclep_py.simulator.ll_net_ops import _networked, _of_token
+from ncclep_py.simulator.mask_ops import await_outcome
 from ncclep_py.simulator.routing_ops import _read_rows, _read_weights
 from ncclep_py.simulator.rows import fma, pack, unpack
 from ncclep_py.simulator.task import Task
@@ -27,7 +28,10 @@ def _members(num_ranks: int, out: int) -> list[int]:
 
 def _wait(call: Call, task: Task, sources: Sequence[int], here: Callable[[int], bool], said: Callable[[int], bool], stop: Callable[[], bool],
           noun: str, waited: int = 0) -> list[int]:
-    """Wait until `here` for all sources, or `stop`: those that did not come. One warp. What a living rank `said` and is under way will come in time."""
+    """Wait until `here` for all sources, or `stop`: those that did not come. One warp.
+
+    The model of ``ll_net_member_map``: a wait gives up only on ranks that died, or sleep between operations and have not `said` it before they did.
+    """
     came: dict[int, int] = {}
     begun = call.scheduler.step
 
@@ -38,9 +42,13 @@ def _wait(call: Call, task: Task, sources: Sequence[int], here: Callable[[int], 
                 came.setdefault(s, call.scheduler.step)
         return left
 
+    def gone(s: int) -> bool:
+        stream, scheduler = call.sim.streams[s], call.scheduler
+        return s in scheduler.dead or (not stream.busy and (s in scheduler.stalled or not stream.queue) and not said(s))
+
     def describe() -> tuple[str, list[int]]:
         left = missing()
-        return f"waits for {noun} of ranks {left}", [s for s in left if s in call.scheduler.dead or not said(s)]
+        return f"waits for {noun} of ranks {left}", left if all(map(gone, left)) else []
 
     while missing() and not stop() and not task.late:
         call.scheduler.wait(task, lambda: not missing() or stop(), describe)
@@ -157,6 +165,9 @@ def ll_net_wait_members(call: Call, task: Task, comm: int, window: int, heads: i
 
     given = (comm, window, heads, rank, num_ranks, team_size, mask, view, adds, epoch, signature, waited, timeout)
     return call.perform(task, given, {"adds": count, "head": head, "net": net})
+
+
+ll_net_await_view = await_outcome
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------------------

@@ -39,6 +39,13 @@ class LLNetMaskedProgram(MaskedProgram):
         return (more.total_bytes, shape.window.regions() + net.regions() + more.regions(), more.local_bytes,
                 shape.local.regions() + net.local_regions() + more.local_regions())
 
+    def check_agreement(self, everybody: bool = False) -> None:
+        """As `MaskedProgram`, of the survivors: what a rank that died said last may have reached nobody."""
+        for ended in self.ended:
+            for rank in self.sim.scheduler.dead:
+                ended.ranks.pop(rank, None)
+        super().check_agreement(everybody)
+
     def _launch_signed(self, kind: str, rank: int, slot: int, handle: int, status: int, signature: Any, more: dict[str, int],
                        **tensors: object) -> None:
         net = self.shape.net
