@@ -30,6 +30,7 @@ def make_ll_net_masked_combine(shape: LLNetMaskedShape, ops: Vocabulary) -> Call
     RETURNED, RETURNED_BYTES = shape.members.returned, shape.members.returned_bytes
     TEAM, MOST, CONTEXTS = shape.net.team_size, shape.net.tokens, shape.net.num_contexts
     ATTEMPTS, AGAIN, NOTICE, DECIDED = 2 * shape.num_ranks + 2, int(Code.AGAIN), 64, SAID
+    TIMEOUT = int(Code.TIMEOUT)
     PATIENCE = 2 * shape.num_ranks * shape.num_ranks   # timeouts that this rank's last block may take
     block_idx, warp_idx, blocks, warps = ops.block_idx, ops.warp_idx, ops.ht_net_blocks, ops.ht_net_warps
     read_epoch, advance_epoch, read_mask = ops.read_epoch, ops.advance_epoch, ops.read_mask
@@ -38,8 +39,7 @@ def make_ll_net_masked_combine(shape: LLNetMaskedShape, ops: Vocabulary) -> Call
     return_rows, gather_row = ops.ll_net_return_member_rows, ops.ll_net_gather_member_row
     publish_arrived, signal, wait_data = ops.ht_net_publish_arrived, ops.ll_net_signal_members, ops.ll_net_wait_member_data
     say, hear, conclude = ops.ll_net_say, ops.ll_net_hear, ops.ll_net_conclude_members
-    last_block, tell_outcome, await_outcome = ops.last_block, ops.tell_outcome, ops.await_outcome
-    await_view = ops.ll_net_await_view
+    last_block, tell_outcome, await_view = ops.last_block, ops.tell_outcome, ops.ll_net_await_view
     trace_begin, stamp = ops.trace_begin, ops.stamp
 
     def ll_net_masked_combine(comm, window, rank, local, record, weights, out, num_tokens, rows_valid, slot, table, remote, header, handle,  # noqa: ANN001, ANN202
@@ -110,8 +110,9 @@ def make_ll_net_masked_combine(shape: LLNetMaskedShape, ops: Vocabulary) -> Call
                                     view, left, record + NOTICE, fail, record)
                     if code == AGAIN:
                         advance_epoch(local + EPOCH, epoch)
-                    tell_outcome(local + OUTCOME, epoch, code)
-            code = await_outcome(local + OUTCOME, epoch, PATIENCE * timeout)
+                    tell_outcome(local + OUTCOME, epoch, code | SAID)
+            told = await_view(local + OUTCOME, epoch, PATIENCE * timeout)
+            code = told & ~SAID if told != 0 else TIMEOUT
             if code != AGAIN:
                 break
         # ---- 6 rows ---------------------------------------------------------------------------------------------------------

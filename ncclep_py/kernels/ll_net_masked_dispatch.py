@@ -31,6 +31,7 @@ def make_ll_net_masked_dispatch(shape: LLNetMaskedShape, ops: Vocabulary) -> Cal
     TEAM, MOST, CONTEXTS = shape.net.team_size, shape.net.tokens, shape.net.num_contexts
     HEADER_BYTES, MESSAGE_BYTES = shape.net.header_bytes, shape.net.message_bytes
     ATTEMPTS, AGAIN, NOTICE, DECIDED = 2 * shape.num_ranks + 2, int(Code.AGAIN), 64, SAID
+    TIMEOUT = int(Code.TIMEOUT)
     PATIENCE = 2 * shape.num_ranks * shape.num_ranks   # timeouts that this rank's last block may take
     block_idx, warp_idx, blocks, warps = ops.block_idx, ops.warp_idx, ops.ht_net_blocks, ops.ht_net_warps
     read_epoch, advance_epoch, read_mask = ops.read_epoch, ops.advance_epoch, ops.read_mask
@@ -40,8 +41,7 @@ def make_ll_net_masked_dispatch(shape: LLNetMaskedShape, ops: Vocabulary) -> Cal
     publish_arrived, signal, wait_data = ops.ht_net_publish_arrived, ops.ll_net_signal_members, ops.ll_net_wait_member_data
     say, hear, conclude = ops.ll_net_say, ops.ll_net_hear, ops.ll_net_conclude_members
     count_messages, take_row = ops.ll_net_count_messages, ops.ll_net_take_row
-    last_block, store_header, tell_outcome, await_outcome = ops.last_block, ops.store_header, ops.tell_outcome, ops.await_outcome
-    await_view = ops.ll_net_await_view
+    last_block, store_header, tell_outcome, await_view = ops.last_block, ops.store_header, ops.tell_outcome, ops.ll_net_await_view
     trace_begin, stamp = ops.trace_begin, ops.stamp
 
     def ll_net_masked_dispatch(comm, window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, slot, table,  # noqa: ANN001, ANN202
@@ -114,8 +114,9 @@ def make_ll_net_masked_dispatch(shape: LLNetMaskedShape, ops: Vocabulary) -> Cal
                                     view, left, record + NOTICE, fail, record)
                     if code == AGAIN:
                         advance_epoch(local + EPOCH, epoch)
-                    tell_outcome(local + OUTCOME, epoch, code)
-            code = await_outcome(local + OUTCOME, epoch, PATIENCE * timeout)
+                    tell_outcome(local + OUTCOME, epoch, code | SAID)
+            told = await_view(local + OUTCOME, epoch, PATIENCE * timeout)
+            code = told & ~SAID if told != 0 else TIMEOUT
             if code != AGAIN:
                 break
         # ---- 6 take what members sent, all blocks together ----------------------------------------------------------------

@@ -29,7 +29,7 @@ LL_NET_MASKED_OPERATIONS: tuple[tuple, ...] = (
      "ld.weak adds; ld.acquire.sys head; ld.acquire.sys net; bar.sync",
      "Acquire, system scope: wait for HEAD of all members that are not in `view`; the view after that."),
     ("ll_net_await_view", "block", "outcome epoch timeout", "ld.relaxed.gpu outcome; fence.acq_rel.gpu; bar.sync",
-     "Acquire, gpu scope: the view that block 0 told with `tell_outcome`; 0 if it does not come."),
+     "Acquire, gpu scope: what a block of this rank told with `tell_outcome`; 0 if it does not come."),
     ("ll_net_send_member_row", "warp",
      f"comm window sent messages tokens token first {_SIZES} plane_rows row_bytes header_bytes message_bytes rank team_size contexts epoch",
      f"ld.nc tokens; st.weak sent; st.weak staging; {_ISSUE}",

@@ -19,14 +19,18 @@ from ncclep_py.simulator import Simulator
 __all__ = ["Machine", "source"]
 
 HERE = Path(__file__).parent
-SOURCES = ("lane_ops.cu", "fabric_ops.cu", "rank_ops.cu", "recipe_ops.cu", "staged_ops.cu", "ht_ops.cu", "trace_ops.cu", *toolchain.TEAM_SOURCES)
+SOURCES = ("lane_ops.cu", "fabric_ops.cu", "rank_ops.cu", "recipe_ops.cu", "staged_ops.cu", "ht_ops.cu", "mask_ops.cu", "trace_ops.cu", *toolchain.TEAM_SOURCES)
 INLINE = {   # function that is PTX: what it does
     "u64 nanoseconds": "return u64(steps);",
     "u64 load_relaxed_sys": "yield(); return *(volatile u64*)p;",
     "u64 load_acquire_sys": "yield(); return *(volatile u64*)p;",
-    "u64 load_relaxed_gpu": "return *(volatile u64*)p;",
     "void store_relaxed_sys": "*(volatile u64*)p = v;",
     "void fence_system": "",
+    "void store_relaxed_gpu": "*(volatile u64*)p = v;",
+    "void fence_device": "",
+    "void fence_total": "",
+    "u64 vote_cas": "u64 old = *(u64*)p; if (old == expected) *(u64*)p = v; return old;",
+    "u64 load_relaxed_gpu": "yield(); return *(volatile u64*)p;",
     "u32 count_in": "u32 old = *(u32*)p; *(u32*)p = old >= wrap ? 0 : old + 1; return old;",
     "u64 swap_if": "u64 old = *(u64*)p; if (old == expected) *(u64*)p = v; return old;",
     "void add_at": "*(u64*)p += v;",

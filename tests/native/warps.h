@@ -87,6 +87,13 @@ template <class T> NI T __shfl_up_sync(unsigned, T v, int step) { int l = int(th
 NI unsigned __ballot_sync(unsigned, bool v) { show(v, HERE); return lanes_with(1, HERE); }
 NI bool __any_sync(unsigned, bool v) { show(v, HERE); return lanes_with(1, HERE) != 0; }
 template <class T> NI unsigned __match_any_sync(unsigned, T v) { show(v, HERE); return lanes_with(cur->warp->slot[threadIdx.x & 31], HERE); }
+NI unsigned __reduce_or_sync(unsigned, unsigned v) {
+  show(v, HERE);
+  unsigned all = 0;
+  for (int i = 0; i < 32; ++i) all |= unsigned(cur->warp->slot[i]);
+  meet_warp(HERE);
+  return all;
+}
 static void __syncthreads() { meet_block(); }
 static int __syncthreads_or(int v) {
   Block* b = cur->block;
