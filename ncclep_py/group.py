@@ -128,8 +128,9 @@ class Group(Masking, OwnKernels, Waited):
             return HTNetGroup(comm, config) if comm.topology.num_teams > 1 else HTGroup(comm, config)
         if comm.topology.num_teams > 1:
             from ncclep_py.ll_net_group import LLNetGroup
+            from ncclep_py.ll_net_masked_group import LLNetMaskedGroup
 
-            return LLNetGroup(comm, config)
+            return LLNetMaskedGroup(comm, config) if config.enable_mask else LLNetGroup(comm, config)
         return cls(comm, config)
 
     def plans(self, config: GroupConfig, num_ranks: int) -> tuple[WindowMap, LocalMap]:

@@ -1,8 +1,8 @@
 """LOW_LATENCY groups and handles whose ranks form several teams; calls and results are those of one team. Protocol: ``ncclep_py.ll_net_map``.
 
-Refused by a sentence: masks, and with ``zero_copy = ON`` rows of a staged operation that lie in a user window. A staged dispatch leaves rows in the
-slot, and a staged combine takes them from there: those of a user window are copied like a plain tensor's. A second combine of the same dispatch meets
-all ranks first.
+With ``enable_mask`` they are those of ``ll_net_masked_group``. Refused by a sentence: with ``zero_copy = ON`` rows of a staged operation that lie in
+a user window. A staged dispatch leaves rows in the slot, and a staged combine takes them from there: those of a user window are copied like a plain
+tensor's. A second combine of the same dispatch meets all ranks first.
 """
 
 from __future__ import annotations
@@ -51,8 +51,6 @@ class LLNetGroup(Group):
     over_network = True
 
     def __init__(self, comm: Communicator, config: GroupConfig) -> None:
-        if config.enable_mask:
-            raise _missing("enable_mask")
         self.device = comm.device_communicator(device_needs(config, comm.topology))
         super().__init__(comm, config)
 

@@ -9,23 +9,25 @@ all its members alike; it commits, fails, or is followed by one under a larger m
   MESSAGES, its RETURNED rows. Whoever is in the mask has none of them read. So what a late rank writes, when and however torn it lands, is in no
   result, and nobody has to hold it back. Rows for my own team go through MESSAGES and RETURNED, too; only the receiver writes into a payload slot.
 * T-N2 (pairs) Signals are counted per pair (ADDS): who enters an attempt adds 1 to HEAD and to DATA of every context at every member of its mask,
-  whatever comes of it. Both members of a pair have the same mask, so what is awaited is what was added. To a masked rank nothing is put or signalled
-  any more: puts to a rank that is gone number no more than those of one attempt.
+  whatever comes of it. Both members of a pair have the same mask, so what is awaited is what was added. Nothing is put to, or signalled at, a rank
+  that was masked and TOLD so: puts to a rank that is gone number no more than those of one attempt.
 * T-N3 (drain) HEAD(n + 1) goes to a member after all its adds up to n have come, so all it ever put here has landed, its views included (T-N5); a
   member whose adds do not come counts as missing. Who has HEAD(n + 1) of all members may write over what it sends from, and over its words and rows
   at them. What is under way to a *masked* rank may still read the send buffer: it brings that rank rows of the wrong attempt, and it is told so (T-N7).
 * T-N4 (giving up) Data are put after HEAD(n) of all members; sending waits for nobody. Waits for members' data end when all came, when a member's
   first view differs from the mask, or by their deadline. DATA and ARRIVED are told after a rank's last put, also by one that sent nothing: it
   says so by its view. No view is taken back, so an attempt in which one member lacks another's HEAD or data does not commit.
-* T-N5 (views) A view is {whom I miss or anybody told me to miss, FAILED: an operation refused or different}. In round 1, 2, ... a rank says its
+* T-N5 (views) A view is {whom I miss or anybody told me to miss, FAILED: an operation refused or different, DIFFERS: it is not my mask}. In round 1, 2, ... a rank says its
   view to all members of the attempt's mask, hears those of all members not in it, adds to it what they say and who is silent. A round in which it
   heard exactly its own view from all of them *decides*: it says DECIDED to all members, in a word of its own, and leaves. Who hears DECIDED
   decides the same at once, and says so. Views carry epoch and round in a place per (parity, round, source), and a value put comes whole.
 * T-N6 (agreement) Let r be the first round that decides, of A, view W. Each rank outside W said W in r, and the same to all; so the others of them heard
   nothing but W, decide W, too, or miss somebody. These hear DECIDED of A in r + 1 before they could decide otherwise, since they wait for A's
   word: A lives, or it died and is no survivor. Two views of one round cannot both decide: each decider is outside the other's view. An attempt
-  commits if the decided view is its mask, then all of its members have all data; it fails if that has FAILED; else the view is the next mask.
-* T-N7 A rank that hears itself in a view is out: it fails, and ends later operations before it touches a peer. A late rank finds all words of the
+  commits if what is decided has no DIFFERS: then all members have this mask, and all data; it fails if that has FAILED, but no DIFFERS. Else the
+  ranks in it are the next mask of all, also where masks differed (``mask_update``) and it is the mask of some.
+* T-N7 A rank that hears itself in a view is out: it fails, and ends later operations before it touches a peer. Views go to all members, so to those
+  in them, and in the first attempt after a ``mask_update`` to whom that masked: after that these are TOLD. A late rank finds all words of the
   attempt it missed, for nobody wrote there since: HEAD of all, and views with itself in them.
 * T-N8 (bounds) A round that does not decide adds somebody to the views of all that live, or somebody dies in it, or it is the one after: at most
   R + 2 rounds. Deadlines grow, because a member may have waited for a dead one before it says its word: drain 1/2 timeout, HEAD 5/4, data 3/2,
@@ -44,10 +46,11 @@ from ncclep_py.config import GroupConfig
 from ncclep_py.ll_net_map import LLNetMap
 from ncclep_py.memory_map import SLOT_ALIGNMENT, WORD, align
 
-__all__ = ["FAILED", "SAID", "LLNetMemberMap"]
+__all__ = ["DIFFERS", "FAILED", "SAID", "LLNetMemberMap"]
 
-FAILED, SAID = 1 << 29, 1 << 30
-"""Bits of a view beside the ranks: an operation refused or different; of its word: not fresh memory. SAID in what `hear` returns: decided."""
+FAILED, SAID, DIFFERS = 1 << 29, 1 << 30, 1 << 31
+"""Bits of a view beside the ranks: an operation refused or different; in its word: not fresh memory, in what `hear` returns: decided; not all of those
+whose view it is have it for their mask."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +63,8 @@ class LLNetMemberMap:
         returned: window offset of ``[R][M * K]`` rows that came back, by the rank that hosts the expert.
         returned_bytes: bytes of one rank's.
         total_bytes: size of the window.
-        adds: offset in the local block of ``[32]`` u64: attempts in which that rank and I were members.
+        adds: offset in the local block of ``[32]`` u64: attempts in which that rank and I were members, but for the one that masked it.
+        told: offset in the local block of u64, a bit per rank that was told to be out.
         go: offset in the local block of u64 {epoch, view}: what this rank saw of the HEADs of the attempt.
         local_bytes: size of the local block.
     """
@@ -71,6 +75,7 @@ class LLNetMemberMap:
     returned_bytes: int
     total_bytes: int
     adds: int
+    told: int
     go: int
     local_bytes: int
 
@@ -82,7 +87,7 @@ class LLNetMemberMap:
         returned = align(views + 2 * (rounds + 1) * num_ranks * WORD, SLOT_ALIGNMENT)
         returned_bytes = config.max_dispatch_tokens_per_rank * config.num_topk * config.row_bytes
         adds = align(net.local_bytes, 128)
-        return cls(rounds, views, returned, returned_bytes, align(returned + num_ranks * returned_bytes, SLOT_ALIGNMENT), adds, adds + 256, adds + 384)
+        return cls(rounds, views, returned, returned_bytes, align(returned + num_ranks * returned_bytes, SLOT_ALIGNMENT), adds, adds + 256, adds + 384, adds + 512)
 
     def regions(self) -> list[tuple[str, int, int]]:
         """(name, first byte, end byte) of the added regions of the window."""
@@ -90,4 +95,4 @@ class LLNetMemberMap:
 
     def local_regions(self) -> list[tuple[str, int, int]]:
         """(name, first byte, end byte) of the added regions of the local block."""
-        return [("ADDS", self.adds, self.go), ("GO", self.go, self.go + 8)]
+        return [("ADDS", self.adds, self.told), ("TOLD", self.told, self.told + 8), ("GO", self.go, self.go + 8)]

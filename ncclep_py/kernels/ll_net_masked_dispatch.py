@@ -14,7 +14,7 @@ from ncclep_py.kernels.ll_net_masked_shape import LLNetMaskedShape
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.kernels.stamps import COUNT as COUNTING
 from ncclep_py.kernels.stamps import END, HEAD, MEET, ROWS, VOTE, WAIT_ARRIVED, WAIT_HEADS
-from ncclep_py.ll_net_member_map import SAID
+from ncclep_py.ll_net_member_map import DIFFERS, FAILED, SAID
 
 __all__ = ["PARAMETERS", "make_ll_net_masked_dispatch"]
 
@@ -27,11 +27,12 @@ def make_ll_net_masked_dispatch(shape: LLNetMaskedShape, ops: Vocabulary) -> Cal
     PLANE_ROWS, HEADS, ARRIVED, SENT = shape.window.plane_rows, shape.window.heads, shape.window.arrived, shape.net.sent
     EPOCH, BLOCKS_DONE, FAIL, BLOCKS_TOLD = shape.local.epoch, shape.local.blocks_done, shape.local.fail, shape.net.count + 8
     MASK, OUTCOME, MASKED_AT, WAITED = mine.mask, mine.outcome, mine.masked_at, mine.waited
-    VIEWS, ROUNDS, ADDS, GO = shape.members.views, shape.members.rounds, shape.members.adds, shape.members.go
+    VIEWS, ROUNDS, ADDS, TOLD, GO = (
+        shape.members.views, shape.members.rounds, shape.members.adds, shape.members.told, shape.members.go)
     TEAM, MOST, CONTEXTS = shape.net.team_size, shape.net.tokens, shape.net.num_contexts
     HEADER_BYTES, MESSAGE_BYTES = shape.net.header_bytes, shape.net.message_bytes
     ATTEMPTS, AGAIN, NOTICE, DECIDED = 2 * shape.num_ranks + 2, int(Code.AGAIN), 64, SAID
-    TIMEOUT = int(Code.TIMEOUT)
+    TIMEOUT, RANKS_OF_VIEW = int(Code.TIMEOUT), FAILED - 1
     PATIENCE = 2 * shape.num_ranks * shape.num_ranks   # timeouts that this rank's last block may take
     block_idx, warp_idx, blocks, warps = ops.block_idx, ops.warp_idx, ops.ht_net_blocks, ops.ht_net_warps
     read_epoch, advance_epoch, read_mask = ops.read_epoch, ops.advance_epoch, ops.read_mask
@@ -61,7 +62,7 @@ def make_ll_net_masked_dispatch(shape: LLNetMaskedShape, ops: Vocabulary) -> Cal
                     if warp_idx() == 0:
                         publish_head(window, HEADS, rank, RANKS, TEAM, epoch, signature, status)
                     view |= enter(comm, window, HEADS, rank, RANKS, TEAM, CONTEXTS, mask, adds, epoch, signature, status, timeout)
-                    view = wait_members(comm, window, HEADS, rank, RANKS, TEAM, mask, view, adds, epoch, signature, waited, timeout)
+                    view = wait_members(comm, window, HEADS, VIEWS, rank, RANKS, TEAM, mask, view, ROUNDS, adds, epoch, signature, waited, timeout)
                 if warp_idx() == 0:
                     tell_outcome(local + GO, epoch, view | SAID)
             trace = stamp(trace, WAIT_HEADS)
@@ -85,7 +86,7 @@ def make_ll_net_masked_dispatch(shape: LLNetMaskedShape, ops: Vocabulary) -> Cal
             if last_block(local + BLOCKS_TOLD) == 1:
                 seen = view
                 view = seen & ~SAID
-                decided = 0
+                decided, silent = 0, mask & read_mask(local + TOLD)
                 if member == 1:
                     if warp_idx() == 0:
                         publish_arrived(window, ARRIVED, rank, TEAM, epoch)
@@ -100,18 +101,20 @@ def make_ll_net_masked_dispatch(shape: LLNetMaskedShape, ops: Vocabulary) -> Cal
                     trace = stamp(trace, VOTE)
                     turn = 1
                     while turn <= ROUNDS and decided == 0:
+                        if view & RANKS_OF_VIEW != mask:
+                            view |= DIFFERS
                         if warp_idx() == 0:
-                            say(comm, window, VIEWS, rank, RANKS, TEAM, mask, ROUNDS, turn, epoch, view)
+                            say(comm, window, VIEWS, rank, RANKS, TEAM, silent, ROUNDS, turn, epoch, view)
                         heard = hear(window, VIEWS, rank, RANKS, mask, ROUNDS, turn, epoch, view, timeout)
                         decided, view = heard & DECIDED, heard & ~DECIDED
                         turn += 1
                 # ---- 5 outcome -----------------------------------------------------------------------------------------
                 if warp_idx() == 0:
                     if decided != 0 and (view >> rank) & 1 == 0:
-                        say(comm, window, VIEWS, rank, RANKS, TEAM, mask, ROUNDS, 0, epoch, view)
+                        say(comm, window, VIEWS, rank, RANKS, TEAM, silent, ROUNDS, 0, epoch, view)
                     left = ATTEMPTS - 1 - attempt if decided != 0 else -1
-                    code = conclude(comm, window, HEADS, ARRIVED, rank, RANKS, TEAM, adds, local + MASK, local + MASKED_AT, epoch, signature, mask,
-                                    view, left, record + NOTICE, fail, record)
+                    code = conclude(comm, window, HEADS, ARRIVED, rank, RANKS, TEAM, adds, local + TOLD, local + MASK, local + MASKED_AT, epoch,
+                                    signature, mask, view, left, record + NOTICE, fail, record)
                     if code == AGAIN:
                         advance_epoch(local + EPOCH, epoch)
                     tell_outcome(local + OUTCOME, epoch, code | SAID)

@@ -1,6 +1,6 @@
 // Operations of low-latency kernels with masks over several teams. Declared in ll_net_masked_vocabulary.py; follows ll_net_ops.cu in one NVRTC program,
 // compiled with EP_TEAMS. The protocol is that of ll_net_member_map.py. At most 29 ranks: a lane for each. Nothing here waits without deadline.
-const u32 MISSED = 0x1fffffff, FAILED_VIEW = 1u << 29, SAID = 1u << 30;   // bits of a view: ranks; ll_net_member_map.FAILED and SAID
+const u32 MISSED = 0x1fffffff, FAILED_VIEW = 1u << 29, SAID = 1u << 30, DIFFERS = 1u << 31;   // bits of a view, as in ll_net_member_map
 
 INLINE bool is_member(i64 mask, i64 num_ranks) { return lane() < num_ranks && !(mask >> lane() & 1); }
 INLINE u64 adds_of(i64 adds, bool wanted) { return wanted ? ((const u64*)adds)[lane()] : 0; }
@@ -47,12 +47,13 @@ INLINE Verdict head_of(i64 window, i64 heads, i64 num_ranks, i64 rank, int sourc
   u64 at = peer_at(window, head_at(heads, num_ranks, source, epoch), rank);
   return judge_head(load_acquire_sys(at), load_acquire_sys(at + 8), epoch, signature, source, false);
 }
-OP ep_ll_net_wait_members(i64 comm, i64 window, i64 heads, i64 rank, i64 num_ranks, i64 team_size, i64 mask, i64 view, i64 adds, i64 epoch,
-                          i64 signature, i64 waited, i64 timeout) {
+OP ep_ll_net_wait_members(i64 comm, i64 window, i64 heads, i64 views, i64 rank, i64 num_ranks, i64 team_size, i64 mask, i64 view, i64 rounds, i64 adds,
+                          i64 epoch, i64 signature, i64 waited, i64 timeout) {
   u32 seen = u32(view);
   if (warp() == 0) {
-    bool member = is_member(view, num_ranks), far = member && !of_team(lane(), rank, team_size), done = !member;
+    bool member = is_member(view, num_ranks), far = member && !of_team(lane(), rank, team_size), done = !member, out = false;
     u64 least = adds_of(adds, far) + 1, started = nanoseconds(), came = started;
+    u64 first = peer_at(window, view_at(views, num_ranks, rounds, 1, epoch, member ? lane() : int(rank)), rank);
     int code = 0;
     u32 missing = wait_lanes(u64(timeout + timeout / 4), [&] {
       if (done) return true;
@@ -60,9 +61,13 @@ OP ep_ll_net_wait_members(i64 comm, i64 window, i64 heads, i64 rank, i64 num_ran
       done = code >= 0 && (!far || gin_signal_value(comm, 0, 2 * lane()) >= least);
       if (done) came = nanoseconds();
       return done;
-    }, [] { return false; });
+    }, [&] {
+      u64 said = member ? load_relaxed_sys(first) : 0;
+      out = is_said(said, epoch) && (said >> rank & 1);
+      return out;
+    });
     if (member && done) add_waited(waited, came - started);
-    seen |= missing;
+    seen |= __any_sync(~0u, out) ? 1u << rank : missing;
     if (__any_sync(~0u, member && done && code > 0)) seen |= FAILED_VIEW;
   }
   return tell_word(seen);
@@ -136,10 +141,10 @@ OP ep_ll_net_wait_member_data(i64 comm, i64 window, i64 arrived, i64 views, i64 
 }
 
 // ---- agreement -----------------------------------------------------------------------------------------------------------------------------------
-OP ep_ll_net_say(i64 comm, i64 window, i64 views, i64 rank, i64 num_ranks, i64 team_size, i64 mask, i64 rounds, i64 round, i64 epoch, i64 view) {
+OP ep_ll_net_say(i64 comm, i64 window, i64 views, i64 rank, i64 num_ranks, i64 team_size, i64 silent, i64 rounds, i64 round, i64 epoch, i64 view) {
   i64 at = view_at(views, num_ranks, rounds, round, epoch, rank);
   u64 word = tagged(epoch, SAID | u32(view));
-  if (is_member(mask, num_ranks)) {
+  if (is_member(silent, num_ranks)) {
     if (of_team(lane(), rank, team_size)) store_relaxed_sys(peer_at(window, at, lane()), word);
     else gin_put_value(comm, window, lane(), 0, at, word);
   }
@@ -171,14 +176,14 @@ OP ep_ll_net_hear(i64 window, i64 views, i64 rank, i64 num_ranks, i64 mask, i64 
   }
   return tell_word(result);
 }
-OP ep_ll_net_conclude_members(i64 comm, i64 window, i64 heads, i64 arrived, i64 rank, i64 num_ranks, i64 team_size, i64 adds, i64 members,
+OP ep_ll_net_conclude_members(i64 comm, i64 window, i64 heads, i64 arrived, i64 rank, i64 num_ranks, i64 team_size, i64 adds, i64 told_at, i64 members,
                               i64 masked_at, i64 epoch, i64 signature, i64 mask, i64 view, i64 left, i64 notice, i64 fail, i64 record) {
   bool in_mask = mask >> rank & 1, member = is_member(mask, num_ranks), other = lane() < num_ranks && lane() != rank;
   u32 next = (u32(view) & MISSED) | u32(mask);
   int code = 0;
   if (next >> rank & 1) code = EXCLUDED, next = u32(mask) | 1u << rank;
   else if (left < 0) code = TIMEOUT, next = u32(mask);
-  else if (next != u32(mask)) code = left ? int(AGAIN) : int(TIMEOUT);
+  else if (u32(view) & DIFFERS) code = left ? int(AGAIN) : int(TIMEOUT);
   else if (u32(view) & FAILED_VIEW) {   // all HEADs are here, or it would be another attempt
     Verdict v = member ? head_of(window, heads, num_ranks, rank, lane(), epoch, signature) : Verdict{0, 0, 0, 0};
     u32 refused = __ballot_sync(~0u, v.code == REFUSED), bad = __ballot_sync(~0u, v.code > 0);
@@ -190,6 +195,8 @@ OP ep_ll_net_conclude_members(i64 comm, i64 window, i64 heads, i64 arrived, i64 
   if ((code == EXCLUDED || code == TIMEOUT) && lane() == 0) give_up(fail, record, code, epoch, HEAD, rank, rank, rank, epoch, epoch);
   u64 *since = (u64*)masked_at, *counts = (u64*)adds;
   u64 told = other ? since[lane()] : 0, count = other ? counts[lane()] : 0;
+  bool unknown = other && (mask >> lane() & 1) && told == 0;   // by mask_update
+  if (unknown) told = tagged(epoch, 0);
   u32 last = other && (mask >> lane() & 1) ? u32(told >> 32) : u32(epoch);
   bool came = false;   // all it ever adds is here
   if (other) came = of_team(lane(), rank, team_size) ? u32(load_relaxed_sys(peer_at(window, arrived + 8 * lane(), rank)) >> 32) == last
@@ -197,12 +204,14 @@ OP ep_ll_net_conclude_members(i64 comm, i64 window, i64 heads, i64 arrived, i64 
   bool late = other && (mask >> lane() & 1) && came && !(told & 1);
   bool newly = other && (next & ~u32(mask)) >> lane() & 1 && (code == AGAIN || code == TIMEOUT);
   if (late) since[lane()] = told | 1;
+  else if (unknown) since[lane()] = told;
   else if (newly) since[lane()] = tagged(epoch, came);
-  if (member && other && !in_mask) counts[lane()] = count + 1;
+  if (member && other && !in_mask && !(next >> lane() & 1)) counts[lane()] = count + 1;
   u32 all_new = __ballot_sync(~0u, newly), all_late = __ballot_sync(~0u, late);
   if (lane() == 0) {
     if (all_new) notify(notice, MASKED, epoch, HEAD, rank, __ffs(all_new) - 1);
     if (all_late) notify(notice, CAME_LATE, epoch, HEAD, rank, __ffs(all_late) - 1);
+    *(u64*)told_at = next;
     *(u64*)members = next;
   }
   __syncwarp();

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ncclep_py.errors import Code, Phase
-from ncclep_py.ll_net_member_map import FAILED, SAID
+from ncclep_py.ll_net_member_map import DIFFERS, FAILED, SAID
 from ncclep_py.simulator.call import Access, Call
 from ncclep_py.simulator.ht_net_ops import _head, _head_words, _local, _network, _team
 from ncclep_py.simulator.ll_net_ops import _networked, _of_token
@@ -125,8 +125,8 @@ def _verdicts(access: Access, call: Call, task: Task, window: int, heads: int, s
     return found
 
 
-def ll_net_wait_members(call: Call, task: Task, comm: int, window: int, heads: int, rank: int, num_ranks: int, team_size: int, mask: int, view: int,
-                        adds: int, epoch: int, signature: int, waited: int, timeout: int) -> int:
+def ll_net_wait_members(call: Call, task: Task, comm: int, window: int, heads: int, views: int, rank: int, num_ranks: int, team_size: int, mask: int,
+                        view: int, rounds: int, adds: int, epoch: int, signature: int, waited: int, timeout: int) -> int:
     """HEAD of all members."""
     network, sources, team = _network(call, comm), [s for s in _members(num_ranks, view) if s != rank], _team(rank, team_size)
     counts: list[int] = []
@@ -141,6 +141,10 @@ def ll_net_wait_members(call: Call, task: Task, comm: int, window: int, heads: i
         if task.warp:
             return 0
         words = {s: [access.word(_local(call, task, window, _head(heads, num_ranks, s, epoch)) + half) for half in (0, 8)] for s in sources}
+        first = [access.word(_local(call, task, window, _view_at(views, num_ranks, rounds, 1, epoch, s))) for s in sources]
+
+        def stop() -> bool:
+            return any(v >> 32 == epoch and v >> rank & 1 for v in (w.peek(task.agent).value for w in first))
 
         def here(s: int) -> bool:
             return (all(ahead(w.peek(task.agent).value >> 32, epoch) >= 0 for w in words[s])
@@ -150,9 +154,9 @@ def ll_net_wait_members(call: Call, task: Task, comm: int, window: int, heads: i
             return (all(_sent(w, call, task, lambda v: ahead(v >> 32, epoch) >= 0) for w in words[s])
                     and (s in team or _due(call, task, s, 0, 2 * s, counts[s] + 1)))
 
-        missing = _wait(call, task, sources, here, said, lambda: False, "HEAD", waited)
+        missing = _wait(call, task, sources, here, said, stop, "HEAD", waited)
         codes = _verdicts(access, call, task, window, heads, [*sources, rank], num_ranks, epoch, signature)
-        result = view | sum(1 << s for s in missing)
+        result = view | (1 << rank if stop() else sum(1 << s for s in missing))
         if any(code and s not in missing for s, code in codes.items()):
             result |= FAILED
         return result
@@ -163,8 +167,8 @@ def ll_net_wait_members(call: Call, task: Task, comm: int, window: int, heads: i
                 if s not in team:
                     network.acquire(task, 0, 2 * s)
 
-    given = (comm, window, heads, rank, num_ranks, team_size, mask, view, adds, epoch, signature, waited, timeout)
-    return call.perform(task, given, {"adds": count, "head": head, "net": net})
+    given = (comm, window, heads, views, rank, num_ranks, team_size, mask, view, rounds, adds, epoch, signature, waited, timeout)
+    return call.perform(task, given, {"adds": count, "head": head, "view": lambda a: None, "net": net})
 
 
 ll_net_await_view = await_outcome
@@ -216,7 +220,7 @@ def ll_net_signal_members(call: Call, task: Task, comm: int, rank: int, num_rank
     return call.perform(task, (), {"net": net})
 
 
-def _view_at(call: Call, task: Task, window: int, views: int, num_ranks: int, rounds: int, round: int, epoch: int, source: int, target: int) -> int:
+def _view_at(views: int, num_ranks: int, rounds: int, round: int, epoch: int, source: int) -> int:
     """Window offset of a view."""
     return views + (((epoch & 1) * (rounds + 1) + round) * num_ranks + source) * 8
 
@@ -235,7 +239,7 @@ def ll_net_wait_member_data(call: Call, task: Task, comm: int, window: int, arri
         if task.warp:
             return 0
         words = {s: access.word(_local(call, task, window, arrived + 8 * s)) for s in sources if s in team}
-        first = [access.word(_local(call, task, window, _view_at(call, task, window, views, num_ranks, rounds, 1, epoch, s, rank))) for s in sources]
+        first = [access.word(_local(call, task, window, _view_at(views, num_ranks, rounds, 1, epoch, s))) for s in sources]
 
         def stop() -> bool:
             return any(v >> 32 == epoch and v & LOW not in (0, SAID | mask) for v in (w.peek(task.agent).value for w in first))
@@ -267,19 +271,19 @@ def ll_net_wait_member_data(call: Call, task: Task, comm: int, window: int, arri
 
 
 # ---- agreement -------------------------------------------------------------------------------------------------------------------
-def ll_net_say(call: Call, task: Task, comm: int, window: int, views: int, rank: int, num_ranks: int, team_size: int, mask: int, rounds: int,
+def ll_net_say(call: Call, task: Task, comm: int, window: int, views: int, rank: int, num_ranks: int, team_size: int, silent: int, rounds: int,
                round: int, epoch: int, view: int) -> int:
-    """My view to all members."""
-    at, team = _view_at(call, task, window, views, num_ranks, rounds, round, epoch, rank, rank), _team(rank, team_size)
+    """My view to all ranks that need to know."""
+    at, team = _view_at(views, num_ranks, rounds, round, epoch, rank), _team(rank, team_size)
 
     def store(access: Access) -> None:
-        for peer in _members(num_ranks, mask):
+        for peer in _members(num_ranks, silent):
             if peer in team:
                 access.store(call.sim.peer_address(task, window, at, peer), tagged(epoch, SAID | view))
                 call.scheduler.split()
 
     def net(access: Access) -> None:
-        for peer in _members(num_ranks, mask):
+        for peer in _members(num_ranks, silent):
             if peer not in team:
                 _network(call, comm).put_value(task, window, peer, 0, at, tagged(epoch, SAID | view))
                 call.scheduler.split()
@@ -297,7 +301,7 @@ def ll_net_hear(call: Call, task: Task, window: int, views: int, rank: int, num_
             return 0
 
         def word(s: int, turn: int) -> Word:
-            return access.word(_local(call, task, window, _view_at(call, task, window, views, num_ranks, rounds, turn, epoch, s, rank)))
+            return access.word(_local(call, task, window, _view_at(views, num_ranks, rounds, turn, epoch, s)))
 
         words, ends = {s: word(s, round) for s in sources}, {s: word(s, 0) for s in sources}
 
@@ -327,33 +331,33 @@ def ll_net_hear(call: Call, task: Task, window: int, views: int, rank: int, num_
 
 
 def ll_net_conclude_members(call: Call, task: Task, comm: int, window: int, heads: int, arrived: int, rank: int, num_ranks: int, team_size: int,
-                            adds: int, members: int, masked_at: int, epoch: int, signature: int, mask: int, view: int, left: int, notice: int,
+                            adds: int, told: int, members: int, masked_at: int, epoch: int, signature: int, mask: int, view: int, left: int, notice: int,
                             fail: int, record: int) -> int:
     """How this attempt ends."""
     network, team, code = _network(call, comm), _team(rank, team_size), 0
-    following = (view & ~FAILED) | mask
+    following = (view & FAILED - 1) | mask
     counts: list[int] = []
-    told: list[int] = []
+    since: list[int] = []
     events: list[tuple[Code, int]] = []
     arrivals: dict[int, int] = {}
     if following >> rank & 1:
         code, following = Code.EXCLUDED, mask | 1 << rank
     elif left < 0:
         code, following = Code.TIMEOUT, mask
-    elif following != mask:
+    elif view & DIFFERS:
         code = Code.AGAIN if left else Code.TIMEOUT
 
     def masked(access: Access) -> None:
         if access.effect.kind == "ld":
-            told.extend(_read_adds(access, masked_at, num_ranks))
+            since.extend(_read_adds(access, masked_at, num_ranks))
         else:
-            access.write(masked_at, np.array(told, np.int64).view(np.uint8))
+            access.write(masked_at, np.array(since, np.int64).view(np.uint8))
 
     def count(access: Access) -> None:
         if access.effect.kind == "ld":
             counts.extend(_read_adds(access, adds, num_ranks))
         elif not mask >> rank & 1:
-            now = [n + (not mask >> r & 1) for r, n in enumerate(counts)]
+            now = [n + (not (mask | following) >> r & 1) for r, n in enumerate(counts)]
             access.write(adds, np.array(now, np.int64).view(np.uint8))
 
     def head(access: Access) -> None:
@@ -376,19 +380,24 @@ def ll_net_conclude_members(call: Call, task: Task, comm: int, window: int, head
         for r in range(num_ranks):
             if r == rank:
                 continue
-            last = told[r] >> 32 & LOW if mask >> r & 1 else epoch
+            if mask >> r & 1 and not since[r]:   # by mask_update
+                since[r] = np.array([tagged(epoch, 0)], np.uint64).view(np.int64)[0]
+            last = since[r] >> 32 & LOW if mask >> r & 1 else epoch
             came = arrivals[r] == last if r in team else network.seen(rank, 0, 2 * r + 1) > counts[r]
-            if mask >> r & 1 and came and not told[r] & 1:
-                told[r] |= 1
+            if mask >> r & 1 and came and not since[r] & 1:
+                since[r] |= 1
                 events.append((Code.CAME_LATE, r))
             elif following & ~mask & 1 << r and code in (Code.AGAIN, Code.TIMEOUT):
-                told[r] = np.array([tagged(epoch, int(came))], np.uint64).view(np.int64)[0]
+                since[r] = np.array([tagged(epoch, int(came))], np.uint64).view(np.int64)[0]
                 events.append((Code.MASKED, r))
 
     def store(access: Access) -> None:
         access.write(members, np.array([following], np.uint64).view(np.uint8))
 
-    call.perform(task, (), {"masked_at": masked, "adds": count, "head": head, "arrived": look, "net": net, "members": store})
+    def tell(access: Access) -> None:
+        access.write(told, np.array([following], np.uint64).view(np.uint8))
+
+    call.perform(task, (), {"masked_at": masked, "adds": count, "head": head, "arrived": look, "net": net, "told": tell, "members": store})
     if code == Code.AGAIN:
         for r in {r for r in range(num_ranks) if following >> r & 1} - call.sim.memory.outcast:
             call.sim.memory.outcast.add(r)

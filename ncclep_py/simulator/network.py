@@ -134,7 +134,7 @@ class Network:
         """What happened before the adds that landed happened before me."""
         found = self.signals.get((task.rank, context, signal))
         if found is not None and found.clock is not None:
-            task.agent.join(found.clock)
+            task.agent.join(np.pad(found.clock, (0, len(task.agent.clock) - len(found.clock))))
 
     def forgive(self, rank: int) -> None:
         """What puts to `rank` read and wrote so far is over: its peers go on without it, and it learns that it may have got anything."""

@@ -1,0 +1,190 @@
+"""Groups with ``enable_mask`` over several teams through the public interface, in the simulator: survivors' results, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_masking import TOPK, Rank, config
+
+from ncclep_py import CombineConfig, DispatchConfig, DispatchQuant, EpRefusedError, Group, Layout, LocalWorld
+from ncclep_py.errors import Code, EpMaskedError
+from ncclep_py.ll_net_masked_group import LLNetMaskedGroup
+from ncclep_py.simulator import Faults
+
+
+def run(program: Callable[[Rank], Any], team: int, ranks: int = 4, seed: int = 0, **more: object) -> list[Any]:
+    def body(comm: Any) -> Any:
+        with Group.create(comm, config(ranks, **more)) as group:
+            assert isinstance(group, LLNetMaskedGroup)
+            return program(Rank(group))
+
+    with LocalWorld(ranks, "sim", team_size=team, seed=seed, mode="adversarial", faults=Faults(timeouts=True, bounded=True)) as world:
+        return world.run(body)
+
+
+def told(r: Rank) -> tuple[int, int]:
+    """Code and rank of the async error."""
+    error = r.group.async_error()
+    assert (error is None) == (r.group.get_async_error() == 0)
+    return int(r.group._notice_words[0]), int(r.group._notice_words[4])
+
+
+TEAMS = pytest.mark.parametrize(("ranks", "team"), [(2, 1), (4, 1), (4, 2), (8, 2)])
+
+
+@TEAMS
+def test_without_a_fault_it_is_the_plain_group(ranks: int, team: int) -> None:
+    def program(r: Rank) -> Any:
+        good = []
+        for step in range(3):
+            r.dispatch(step)
+            good.append(r.right(step, r.combine(step), ()))
+        r.group.check()
+        return good, r.active(), r.group.get_async_error()
+
+    assert run(program, team, ranks) == [([True] * 3, [1] * ranks, 0)] * ranks
+
+
+@TEAMS
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_that_never_calls_is_masked_and_out_when_it_comes(ranks: int, team: int, seed: int) -> None:
+    missing = seed % ranks
+
+    def program(r: Rank) -> Any:
+        r.dispatch(0)
+        good = [r.right(0, r.combine(0), ())]
+        if r.rank == missing:
+            r.sit_out(4)
+        else:
+            for step in (1, 2):
+                r.dispatch(step)
+                good.append(r.right(step, r.combine(step), [missing]))
+            r.group.check()
+        event = told(r)
+        r.dispatch(3)   # the late rank tries
+        if r.rank == missing:
+            with pytest.raises(EpMaskedError):
+                r.group.check()
+            r.sit_out()
+            return "out"
+        good.append(r.right(3, r.combine(3), [missing]))
+        return good, r.active(), event
+
+    active = [int(r != missing) for r in range(ranks)]
+    assert run(program, team, ranks, seed) == ["out" if r == missing else ([True] * 4, active, (Code.MASKED, missing)) for r in range(ranks)]
+
+
+def test_a_late_rank_is_reported() -> None:
+    def program(r: Rank) -> Any:
+        if r.rank == 3:
+            r.sit_out()
+            r.dispatch(1)
+            with pytest.raises(EpMaskedError):
+                r.group.check()
+            r.sit_out()
+            return None
+        r.dispatch(0)
+        r.group.check()
+        r.group.error_clear()
+        r.dispatch(1)
+        r.dispatch(2)
+        r.group.check()
+        return told(r)
+
+    assert run(program, 2, num_slots=3) == [(Code.CAME_LATE, 3)] * 3 + [None]
+
+
+def test_a_rank_that_the_program_masks_is_out() -> None:
+    def program(r: Rank) -> Any:
+        if r.rank == 1:
+            r.sit_out(2)
+            return None
+        r.group.mask_update([1, 0, 1, 1])
+        r.dispatch(0)
+        return r.right(0, r.combine(0), [1]), r.active(), r.group.get_async_error()
+
+    assert run(program, 2) == [None if r == 1 else (True, [1, 0, 1, 1], 0) for r in range(4)]
+
+
+def test_masks_that_differ_become_their_union() -> None:
+    def program(r: Rank) -> Any:
+        if r.rank == 0:
+            r.group.mask_update([1, 1, 1, 0])
+        r.dispatch(0)
+        if r.rank == 3:
+            with pytest.raises(EpMaskedError):
+                r.group.check()
+            r.sit_out()
+            return None
+        return r.right(0, r.combine(0), [3]), r.active()
+
+    assert run(program, 2) == [(True, [1, 1, 1, 0])] * 3 + [None]
+
+
+def test_a_wrong_call_is_refused_on_all_and_the_next_is_right() -> None:
+    def program(r: Rank) -> bool:
+        with pytest.raises((TypeError, EpRefusedError)):
+            r.handle.dispatch(torch.zeros(3, 16, dtype=torch.float16 if r.rank == 1 else torch.bfloat16), topk_idx=torch.zeros(3, TOPK).long())
+            r.group.check()
+        r.group._record_words[0] = 0
+        r.dispatch(1)
+        return r.right(1, r.combine(1), ())
+
+    assert run(program, 2) == [True] * 4
+
+
+def test_send_only_does_it_all_at_once() -> None:
+    def program(r: Rank) -> bool:
+        tokens, ids, weights = r.inputs(0)
+        r.received = r.handle.dispatch(tokens, topk_idx=ids, config=DispatchConfig(send_only=True))
+        r.handle.complete()
+        out = r.handle.combine(r.received.tokens, topk_weights=weights, config=CombineConfig(send_only=True))
+        r.handle.complete()
+        return r.right(0, out, ())
+
+    assert run(program, 2, num_staging_slots=2) == [True] * 4
+
+
+def test_what_is_not_built_is_refused_and_the_next_is_right() -> None:
+    def program(r: Rank) -> bool:
+        with pytest.raises(NotImplementedError, match="Layout.RANK_MAJOR is not built yet for ranks in several teams with enable_mask"):
+            r.group.create_handle(Layout.RANK_MAJOR, num_topk=TOPK)
+        with pytest.raises(NotImplementedError, match="mask_clean is not built yet"):
+            r.group.mask_clean()
+        with pytest.raises(NotImplementedError, match="create_window is not built yet"):
+            r.group.create_window(1024)
+        with pytest.raises(NotImplementedError, match="a recipe of dispatch is not built yet"):
+            r.handle.dispatch(torch.zeros(2, 512, dtype=torch.bfloat16), topk_idx=torch.zeros(2, TOPK).long(),
+                              config=DispatchConfig(quant_recipe=DispatchQuant.DS_FP8E3M4))
+        tokens = torch.zeros(2, 512, dtype=torch.bfloat16)
+        received = r.handle.dispatch(tokens, topk_idx=torch.zeros(2, TOPK).long())
+        out = r.handle.combine(received.tokens, topk_weights=torch.ones(2, TOPK))
+        r.group.check()
+        return bool((out == 0).all())
+
+    def body(comm: Any) -> bool:
+        import dataclasses
+
+        with Group.create(comm, dataclasses.replace(config(4), hidden=512)) as group:
+            return program(Rank(group))
+
+    with LocalWorld(4, "sim", team_size=2) as world:
+        assert world.run(body) == [True] * 4
+
+
+def test_epochs_wrap() -> None:
+    def program(r: Rank) -> Any:
+        good = []
+        for step in range(6):
+            if step == 2:
+                r.group.comm.barrier()
+                r.group.start_at(2**32 - 3)
+                r.group.comm.barrier()
+            r.dispatch(step)
+            good.append(r.right(step, r.combine(step), ()))
+        return good
+
+    assert run(program, 2) == [[True] * 6] * 4
