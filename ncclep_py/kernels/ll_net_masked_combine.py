@@ -53,7 +53,7 @@ def make_ll_net_masked_combine(shape: LLNetMaskedShape, ops: Vocabulary) -> Call
             check_header(held, handle, rank, epoch, fail, record)   # all refuse it by my HEAD; my record says more
         for attempt in range(ATTEMPTS):
             epoch, mask = read_epoch(local + EPOCH), read_mask(local + MASK)
-            member = 1 - ((mask >> rank) & 1)
+            member, silent = 1 - ((mask >> rank) & 1), mask & read_mask(local + TOLD)
             # ---- 1 head ------------------------------------------------------------------------------------------------
             trace = stamp(trace, HEAD)
             if block_idx() == 0:
@@ -82,7 +82,7 @@ def make_ll_net_masked_combine(shape: LLNetMaskedShape, ops: Vocabulary) -> Call
             if last_block(local + BLOCKS_TOLD) == 1:
                 seen = view
                 view = seen & ~SAID
-                decided, silent = 0, mask & read_mask(local + TOLD)
+                decided = 0
                 if member == 1:
                     if warp_idx() == 0:
                         publish_arrived(window, ARRIVED, rank, TEAM, epoch)

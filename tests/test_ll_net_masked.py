@@ -1,0 +1,313 @@
+"""Masks over several teams in the simulator: dead, slow and late ranks over an adversarial network; each rule of ``ll_net_member_map`` is needed.
+
+In every schedule the survivors of every operation agree on mask and epoch, and have the oracle's bits under that mask.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from test_mask_protocol import KINDS, TEXTS, faults_of
+from test_mutations import effect_mutants, mutant
+
+from ncclep_py.config import GroupConfig
+from ncclep_py.errors import Code
+from ncclep_py.kernels.ll_net_masked_combine import make_ll_net_masked_combine
+from ncclep_py.kernels.ll_net_masked_dispatch import make_ll_net_masked_dispatch
+from ncclep_py.kernels.ll_net_masked_shape import LLNetMaskedShape
+from ncclep_py.kernels.ll_net_masked_vocabulary import LL_NET_MASKED_OPERATIONS
+from ncclep_py.kernels.ops import NET_OPS
+from ncclep_py.kernels.shape import KernelShape
+from ncclep_py.simulator import Faults, SimulationError, Simulator, ll_net_masked_ops
+from ncclep_py.simulator.ll_net_masked_program import LLNetMaskedProgram
+from ncclep_py.simulator.network import Network
+
+SEEDS = 120
+TEAMS = [(4, 2), (4, 1), (8, 2)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_put_to_who_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T-N2: also in every test here."""
+    issue = Network._issue
+
+    def checked(self: Network, task: Any, peer: int, *given: Any, **more: Any) -> None:
+        told = getattr(self, "told", None)
+        assert told is None or not told(task.rank) >> peer & 1, f"rank {task.rank} puts to rank {peer}, which it told to be out"
+        issue(self, task, peer, *given, **more)
+
+    monkeypatch.setattr(Network, "_issue", checked)
+
+
+def group(sim: Simulator, team: int, seed: int = 0, **more: object) -> LLNetMaskedProgram:
+    config = GroupConfig(num_experts=2 * sim.num_ranks, max_dispatch_tokens_per_rank=4, hidden=16, num_topk=2, num_slots=2, enable_mask=True)
+    p = LLNetMaskedProgram(sim, config, (4, 2, 3, 4, 0, 1, 2, 3)[:sim.num_ranks], team, seed=seed, **more)
+    p.network.told = lambda rank: int(p.local_word(rank, p.shape.members.told)[0])   # type: ignore[attr-defined]
+    return p
+
+
+def play(seed: int, kind: str = "", ranks: int = 4, team: int = 0, effects: Any = None, **more: object) -> LLNetMaskedProgram:
+    """One schedule with a fault, checked."""
+    draw = random.Random(seed)
+    sim = Simulator(ranks, seed, ("adversarial", "fair")[seed % 2], blocks=2, effects=effects,
+                    faults=faults_of(draw, ranks, kind or draw.choice(KINDS)))
+    sim.policy.rush = draw.choice((0, 0.002, 0.02, 0.1))
+    p = group(sim, team or draw.choice((1, 2)), seed, **more)
+    p.network.slow = {draw.randrange(ranks)} if seed % 3 == 0 else set()
+    p.play(TEXTS[seed % 3])
+    sim.run()
+    p.check()
+    return p
+
+
+@pytest.mark.parametrize(("ranks", "team"), TEAMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_survivors_agree_and_have_the_oracles_bits(kind: str, ranks: int, team: int) -> None:
+    masked = sum(any(e.members() and e.mask() for e in play(seed, kind, ranks, team).ended) for seed in range(5 if ranks == 8 else 16))
+    assert masked > 2 or "dead" not in kind
+
+
+def test_two_ranks() -> None:
+    for seed in range(30):
+        play(seed, ("dead", "late")[seed % 2], 2, 1)
+
+
+@pytest.mark.parametrize(("ranks", "team"), [(2, 1), (6, 3), *TEAMS])
+def test_without_faults_nobody_is_masked(ranks: int, team: int) -> None:
+    for seed in range(4):
+        p = group(Simulator(ranks, seed, ("adversarial", "fair")[seed % 2]), team, seed)
+        p.play(TEXTS[seed % 3])
+        p.sim.run()
+        p.check(everybody=True)
+        assert p.network.puts and all(p.notice(r) is None and not e.mask() for r in p.ranks for e in p.ended)
+
+
+def test_epochs_wrap() -> None:
+    for seed in range(12):
+        sim = Simulator(4, seed, "adversarial", faults=Faults(dead={seed % 4: 40 * seed}, timeouts=True, bounded=True))
+        p = group(sim, 1 + seed % 2, seed, epoch=(1 << 32) - 2)
+        p.play("D X C D X C")
+        sim.run()
+        p.check()
+
+
+def test_unequal_grids() -> None:
+    for seed in range(12):
+        sim = Simulator(4, seed, ("adversarial", "fair")[seed % 2], faults=Faults(dead={seed % 4: 37 * seed}, timeouts=True, bounded=True))
+        p = group(sim, 2, seed, grids=[(1, 1), (3, 2), (2, 3), (6, 1)])
+        p.play("D X C D X C")
+        sim.run()
+        p.check()
+
+
+def test_who_is_masked_is_told() -> None:
+    told = collections.Counter()
+    for seed in range(30):
+        p = play(seed, "dead")
+        last = [e for e in p.ended if e.members()][-1]
+        for rank in last.members():
+            notice = p.notice(rank)
+            assert (notice is not None) == bool(last.mask())
+            if notice is not None:
+                assert notice.code == Code.MASKED and last.mask() >> notice.peer & 1 and notice.rank == rank
+                told[notice.peer] += 1
+    assert set(told) == {0, 1, 2, 3}
+
+
+def late(seed: int, **how: Any) -> LLNetMaskedProgram:
+    """A rank comes when the others have gone on without it, and once more when they go on."""
+    who = seed % 4
+    sim = Simulator(4, seed, ("adversarial", "fair")[seed // 4 % 2], effects=how.pop("effects", None), faults=Faults(timeouts=True, bounded=True))
+    p = group(sim, 1 + seed // 8 % 2, seed, **how)
+    others = [r for r in range(4) if r != who]
+    d = p.dispatch(ranks=others)
+    sim.run()
+    for rank in others:
+        p.records[rank][8:] = 0
+    p.dispatched, ended = [d], p.ended[:]
+    p._launch("dispatch", who, 0, d.handle, 0, tokens=d.tokens[who], topk_idx=d.topk_idx[who], expert_counters=d.counters[who])
+    p._look(d, [who])
+    sim.run()
+    assert [code for _, _, code in p.ended[-1].ranks.values()] == [Code.EXCLUDED] and p.ended[-1].ranks[who][0] >> who & 1
+    p.ended = ended
+    p.experts(d, others)
+    p.combine(d, others)
+    sim.run()
+    p.check()
+    assert all(e.mask() == 1 << who for e in p.ended)
+    assert {(n.code, n.peer) for n in map(p.notice, others) if n} == {(Code.CAME_LATE, who)} and not p.records[who][8]
+    return p
+
+
+def test_a_late_rank_is_out_and_reported_and_changes_nothing() -> None:
+    for seed in range(32):
+        late(seed)
+
+
+def differ(seed: int, **how: Any) -> None:
+    """Masks differ, as after a ``mask_update`` on some ranks."""
+    sim = Simulator(4, seed, ("adversarial", "fair")[seed % 2], effects=how.pop("effects", None), faults=Faults(timeouts=True, bounded=True))
+    p = group(sim, 1 + seed // 2 % 2, seed, **how)
+    who = seed % 4
+    for rank in random.Random(seed).sample([r for r in range(4) if r != who], 1 + seed // 4 % 3):
+        p.local_word(rank, p.words.mask)[:] = 1 << who
+    p.play("D X C D X C")
+    sim.run()
+    p.check()
+    assert all(e.mask() == 1 << who and e.members() == [r for r in range(4) if r != who] for e in p.ended)
+
+
+def test_masks_that_differ_become_their_union() -> None:
+    for seed in range(48):
+        differ(seed)
+
+
+def refused(seed: int, **how: Any) -> None:
+    """A refused call, or a stale slot, fails on all alike, whatever dies."""
+    draw = random.Random(seed)
+    faults = Faults(dead={3: draw.randrange(300)}, timeouts=True, bounded=True) if seed % 2 else None
+    sim = Simulator(4, seed, ("adversarial", "fair")[seed // 2 % 2], effects=how.pop("effects", None), faults=faults)
+    p = group(sim, 1 + seed // 4 % 2, seed, **how)
+    if seed % 3:
+        p.dispatch(ranks=[0, 2, 3])
+        p.dispatch(ranks=[1], status=1 << 24 | 7)
+    else:
+        p.combine(p.dispatch(ranks=[]))
+    wrong, p.ended = p.ended, []
+    p.dispatch()
+    sim.run()
+    p.check()
+    assert {0, 1, 2} <= set(p.ended[-1].members())
+    codes = {rank: code for e in wrong for rank, (_, _, code) in e.ranks.items() if rank != 3}
+    assert set(codes.values()) <= {Code.REFUSED, Code.STALE_SLOT} and len(codes) == 3
+
+
+def test_a_refused_call_fails_everywhere_whatever_dies() -> None:
+    for seed in range(36):
+        refused(seed)
+
+
+def test_a_different_operation_is_named() -> None:
+    p = group(Simulator(4, 1, "adversarial"), 2)
+    p.dispatch(0, ranks=[0, 2, 3])
+    p.dispatch(1, ranks=[1])
+    p.sim.run()
+    assert {rank: code for e in p.ended for rank, (_, _, code) in e.ranks.items()} == dict.fromkeys(range(4), Code.MISMATCH)
+    assert [p.epoch(r) for r in p.ranks] == [2] * 4
+
+
+def test_regions_do_not_overlap() -> None:
+    for ranks, team in ((2, 1), (8, 2), (24, 8)):
+        config = GroupConfig(num_experts=2 * ranks, max_dispatch_tokens_per_rank=3, hidden=24, num_topk=2, enable_mask=True)
+        shape = LLNetMaskedShape.over(KernelShape.build(config, ranks, 2, 8), config, team)
+        net, members = shape.net, shape.members
+        for regions, end in ((shape.window.regions() + net.regions() + members.regions(), members.total_bytes),
+                             (shape.local.regions() + net.local_regions() + members.local_regions(), members.local_bytes)):
+            ordered = sorted(regions, key=lambda r: r[1])
+            assert all(a[2] <= b[1] for a, b in zip(ordered, ordered[1:], strict=False)) and ordered[-1][2] <= end
+
+
+# ---- mutants -----------------------------------------------------------------------------------------------------------------
+def plain(seed: int, **how: Any) -> None:
+    """Nobody is missing."""
+    p = group(Simulator(4, seed, ("adversarial", "fair")[seed % 2], effects=how.pop("effects", None)), 1 + seed // 2 % 2, seed, **how)
+    p.play("D X C D X C")
+    p.sim.run()
+    p.check(everybody=True)
+
+
+def any_of(seed: int, **how: Any) -> None:
+    (play, late, differ, refused, plain)[seed % 5](seed // 5, **how)
+
+
+def first_red(seeds: int = 5 * SEEDS, run: Callable[..., object] = any_of, **how: Any) -> BaseException | None:
+    """The first error within `seeds` schedules; None if the mutant survives."""
+    for seed in range(seeds):
+        try:
+            run(seed, **how)
+        except (SimulationError, AssertionError, IndexError, KeyError) as error:
+            return error
+    return None
+
+
+MAKE = {"dispatch": make_ll_net_masked_dispatch, "combine": make_ll_net_masked_combine}
+SEEN = "if seen == mask | SAID:"
+KERNEL_MUTANTS: dict[str, Sequence[tuple[str, str]]] = {
+    "heads are not waited for": [("                    view = wait_members(comm, window, HEADS, VIEWS, rank, RANKS, TEAM, mask, view, ROUNDS, adds, epoch, "
+                                  "signature, waited, timeout)\n", "")],
+    "data is not waited for": [(SEEN, "if 1 == 2:")],
+    "data is waited for whatever is missed": [(SEEN, "if 1 == 1:")],
+    "data is sent whatever is missed": [("if member == 1 and view == mask | SAID:", "if member == 1:")],
+    "no arrived": [("publish_arrived(window, ARRIVED, rank, TEAM, epoch)", "context = 0")],
+    "signals of context 0 only": [("while context < CONTEXTS:", "while context < 1:")],
+    "every block tells": [("last_block(local + BLOCKS_TOLD) == 1", "1 == 1")],
+    "nothing is decided": [("decided, view = heard & DECIDED, heard & ~DECIDED", "view = heard & ~DECIDED")],
+    "one round decides": [("decided, view = heard & DECIDED,", "decided, view = DECIDED,")],
+    "nobody says what is decided": [("say(comm, window, VIEWS, rank, RANKS, TEAM, silent, ROUNDS, 0, epoch, view)", "turn = 0")],
+    "views do not tell that masks differ": [("                            view |= DIFFERS\n", "                            pass\n")],
+    "who was told is told again": [("mask & read_mask(local + TOLD)", "0")],
+    "who was masked by the program is not told": [("mask & read_mask(local + TOLD)", "mask")],
+    "a masked rank takes part": [("member, silent = 1 - ((mask >> rank) & 1), mask", "member, silent = 1, mask")],
+    "the epoch stands still": [("                    if code == AGAIN:\n                        advance_epoch(local + EPOCH, epoch)\n", "")],
+    "no second attempt": [("            if code != AGAIN:\n                break\n", "            break\n")],
+    "results before the outcome": [("        if code == 0:\n            mask = read_mask", "        if 1 == 1:\n            mask = read_mask")],
+}
+ONLY = {
+    "dispatch": {"rows are not counted": [(
+        "            count_messages(window, messages, MOST, TOPK, EXPERTS, RANKS, PLANE_ROWS, MESSAGE_BYTES, rank, mask, epoch, expert_counters)\n", "")],
+        "a header without a commit": [("if code == 0:\n                    store_header", "if 1 == 1:\n                    store_header")],
+        "rows go to masked ranks": [("                if mask != 0:\n", "                if 1 == 2:\n")]},
+    "combine": {"rows of masked ranks": [("ROW_BYTES, TYPE, rank, mask)", "ROW_BYTES, TYPE, rank, 0)")],
+                "rows go to masked ranks": [("if (mask >> (at // MOST)) & 1 == 0:", "if 1 == 1:")]},
+}
+MUTANTS = {f"{kernel}: {name}": (kernel, change) for kernel in MAKE for name, change in (KERNEL_MUTANTS | ONLY[kernel]).items()}
+
+
+def test_nothing_changed_is_green() -> None:
+    assert first_red(100, **{f"make_{name}": mutant(make) for name, make in MAKE.items()}) is None
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_kernel_mutant_is_red(name: str) -> None:
+    kernel, changes = MUTANTS[name]
+    assert first_red(**{f"make_{kernel}": mutant(MAKE[kernel], *changes)}) is not None
+
+
+RULES: dict[str, tuple[str, str, str]] = {
+    "T-N2 adds of who is masked are counted on": ("ll_net_conclude_members", "not (mask | following) >> r & 1", "1"),
+    "T-N3 heads go to who is not drained": ("ll_net_enter_members", "lambda p: all(network.seen(rank, c, 2 * p + 1) >= counts[p] for c in range(contexts))",
+                                            "lambda p: True"),
+    "T-N4 no view ends a wait for data": ("ll_net_wait_member_data", "here, said, stop,", "here, said, lambda: False,"),
+    "T-N4 who is missed is forgotten": ("ll_net_wait_member_data", "mask | sum(1 << s for s in missing)", "mask"),
+    "T-N5 views are not united": ("ll_net_hear", "        result |= other & ~SAID\n", "        pass\n"),
+    "T-N5 who says nothing is not missed": ("ll_net_hear", "result = view | sum(1 << s for s in missing)", "result = view"),
+    "T-N5 a round decides by majority": ("ll_net_hear", "unanimous = not missing and all(", "unanimous = not missing and any("),
+    "T-N5 a round decides with silent ranks": ("ll_net_hear", "unanimous = not missing and all(", "unanimous = all("),
+    "T-N6 what is decided is not heard": ("ll_net_hear", "lambda: bool(decided())", "lambda: False"),
+    "T-N7 a rank does not see itself in a view": ("ll_net_hear", " or result >> rank & 1 else", " else"),
+    "T-N7 nor while it waits for heads": ("ll_net_wait_members", "here, said, stop,", "here, said, lambda: False,"),
+    "T-N9 who comes late is not told": ("ll_net_conclude_members", "events.append((Code.CAME_LATE, r))", "pass"),
+    "T-N9 who dies after its adds came late": ("ll_net_conclude_members", "tagged(epoch, int(came))", "tagged(epoch, 0)"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rule_is_needed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operation, old, new = RULES[name]
+    monkeypatch.setattr(ll_net_masked_ops, operation, mutant(getattr(ll_net_masked_ops, operation), (old, new)))
+    assert first_red() is not None
+
+
+OPERATIONS = {op[0] for op in LL_NET_MASKED_OPERATIONS}
+EFFECTS = {name: effects for name, effects in effect_mutants(OPERATIONS, NET_OPS).items() if "st." not in name or not name.endswith(" net")}
+"""Without how strong a put is: that is the network's."""
+SURVIVORS: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("name", [name for name in EFFECTS if name not in SURVIVORS])
+def test_effect_mutant_is_red(name: str) -> None:
+    assert first_red(effects=EFFECTS[name]) is not None
