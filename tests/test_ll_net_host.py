@@ -126,14 +126,6 @@ def test_epochs_wrap_and_stale_messages_are_none() -> None:
     assert run(program, 2) == [[True] * 6] * 4
 
 
-@pytest.mark.parametrize(("changes", "said"), [({"enable_mask": True}, "enable_mask")])
-def test_groups_that_are_not_built_are_refused(changes: dict[str, Any], said: str) -> None:
-    def program(comm: Any) -> str:
-        with pytest.raises(NotImplementedError, match=f"{said} is not built yet for ranks in several teams") as told:
-            Group.create(comm, dataclasses.replace(CONFIG, **changes))
-        return str(told.value)
-
-    assert len(set(run(program, 2))) == 1
 
 
 def test_team_sizes_are_checked() -> None:

@@ -140,6 +140,11 @@ def late(seed: int, **how: Any) -> LLNetMaskedProgram:
     p.check()
     assert all(e.mask() == 1 << who for e in p.ended)
     assert {(n.code, n.peer) for n in map(p.notice, others) if n} == {(Code.CAME_LATE, who)} and not p.records[who][8]
+    before, puts = [w.copy() for w in p.windows], p.network.puts
+    p.combine(d, [who])
+    sim.run()
+    assert [code for _, _, code in p.ended[-1].ranks.values()] == [Code.EXCLUDED] and p.network.puts == puts
+    assert all((a == b).all() for a, b in zip(p.windows, before, strict=True)), "a rank that is out touched somebody's window"
     return p
 
 
@@ -153,12 +158,18 @@ def differ(seed: int, **how: Any) -> None:
     sim = Simulator(4, seed, ("adversarial", "fair")[seed % 2], effects=how.pop("effects", None), faults=Faults(timeouts=True, bounded=True))
     p = group(sim, 1 + seed // 2 % 2, seed, **how)
     who = seed % 4
+    d = p.dispatch() if seed % 2 else None
+    p.ended.clear() if d is None else p.experts(d)
+    sim.run()
+    first = len(p.ended)
     for rank in random.Random(seed).sample([r for r in range(4) if r != who], 1 + seed // 4 % 3):
         p.local_word(rank, p.words.mask)[:] = 1 << who
+    if d is not None:
+        p.combine(d)
     p.play("D X C D X C")
     sim.run()
     p.check()
-    assert all(e.mask() == 1 << who and e.members() == [r for r in range(4) if r != who] for e in p.ended)
+    assert all(e.mask() == 1 << who and e.members() == [r for r in range(4) if r != who] for e in p.ended[first:])
 
 
 def test_masks_that_differ_become_their_union() -> None:
@@ -174,7 +185,8 @@ def refused(seed: int, **how: Any) -> None:
     p = group(sim, 1 + seed // 4 % 2, seed, **how)
     if seed % 3:
         p.dispatch(ranks=[0, 2, 3])
-        p.dispatch(ranks=[1], status=1 << 24 | 7)
+        d = p.dispatch(ranks=[1], status=1 << 24 | 7, handle=1)
+        p.combine(d)   # of a slot that was not filled
     else:
         p.combine(p.dispatch(ranks=[]))
     wrong, p.ended = p.ended, []
@@ -237,8 +249,9 @@ def first_red(seeds: int = 5 * SEEDS, run: Callable[..., object] = any_of, **how
 MAKE = {"dispatch": make_ll_net_masked_dispatch, "combine": make_ll_net_masked_combine}
 SEEN = "if seen == mask | SAID:"
 KERNEL_MUTANTS: dict[str, Sequence[tuple[str, str]]] = {
-    "heads are not waited for": [("                    view = wait_members(comm, window, HEADS, VIEWS, rank, RANKS, TEAM, mask, view, ROUNDS, adds, epoch, "
-                                  "signature, waited, timeout)\n", "")],
+    "heads are not waited for": [(
+        "                    view = wait_members(comm, window, HEADS, VIEWS, rank, RANKS, TEAM, mask, view, ROUNDS, adds, epoch, signature, waited, "
+        "timeout)\n", "")],
     "data is not waited for": [(SEEN, "if 1 == 2:")],
     "data is waited for whatever is missed": [(SEEN, "if 1 == 1:")],
     "data is sent whatever is missed": [("if member == 1 and view == mask | SAID:", "if member == 1:")],
@@ -258,7 +271,8 @@ KERNEL_MUTANTS: dict[str, Sequence[tuple[str, str]]] = {
 }
 ONLY = {
     "dispatch": {"rows are not counted": [(
-        "            count_messages(window, messages, MOST, TOPK, EXPERTS, RANKS, PLANE_ROWS, MESSAGE_BYTES, rank, mask, epoch, expert_counters)\n", "")],
+        "            count_messages(window, messages, MOST, TOPK, EXPERTS, RANKS, PLANE_ROWS, MESSAGE_BYTES, rank, mask, epoch, "
+        "expert_counters)\n", "")],
         "a header without a commit": [("if code == 0:\n                    store_header", "if 1 == 1:\n                    store_header")],
         "rows go to masked ranks": [("                if mask != 0:\n", "                if 1 == 2:\n")]},
     "combine": {"rows of masked ranks": [("ROW_BYTES, TYPE, rank, mask)", "ROW_BYTES, TYPE, rank, 0)")],
@@ -279,8 +293,8 @@ def test_kernel_mutant_is_red(name: str) -> None:
 
 RULES: dict[str, tuple[str, str, str]] = {
     "T-N2 adds of who is masked are counted on": ("ll_net_conclude_members", "not (mask | following) >> r & 1", "1"),
-    "T-N3 heads go to who is not drained": ("ll_net_enter_members", "lambda p: all(network.seen(rank, c, 2 * p + 1) >= counts[p] for c in range(contexts))",
-                                            "lambda p: True"),
+    "T-N3 heads go to who is not drained": (
+        "ll_net_enter_members", "lambda p: all(network.seen(rank, c, 2 * p + 1) >= counts[p] for c in range(contexts))", "lambda p: True"),
     "T-N4 no view ends a wait for data": ("ll_net_wait_member_data", "here, said, stop,", "here, said, lambda: False,"),
     "T-N4 who is missed is forgotten": ("ll_net_wait_member_data", "mask | sum(1 << s for s in missing)", "mask"),
     "T-N5 views are not united": ("ll_net_hear", "        result |= other & ~SAID\n", "        pass\n"),

@@ -176,7 +176,7 @@ OP ep_ll_net_hear(i64 window, i64 views, i64 rank, i64 num_ranks, i64 mask, i64 
   }
   return tell_word(result);
 }
-OP ep_ll_net_conclude_members(i64 comm, i64 window, i64 heads, i64 arrived, i64 rank, i64 num_ranks, i64 team_size, i64 adds, i64 told_at, i64 members,
+OP ep_ll_net_conclude_members(i64 comm, i64 window, i64 heads, i64 arrived, i64 rank, i64 num_ranks, i64 team_size, i64 adds, i64 told, i64 members,
                               i64 masked_at, i64 epoch, i64 signature, i64 mask, i64 view, i64 left, i64 notice, i64 fail, i64 record) {
   bool in_mask = mask >> rank & 1, member = is_member(mask, num_ranks), other = lane() < num_ranks && lane() != rank;
   u32 next = (u32(view) & MISSED) | u32(mask);
@@ -194,24 +194,24 @@ OP ep_ll_net_conclude_members(i64 comm, i64 window, i64 heads, i64 arrived, i64 
   }
   if ((code == EXCLUDED || code == TIMEOUT) && lane() == 0) give_up(fail, record, code, epoch, HEAD, rank, rank, rank, epoch, epoch);
   u64 *since = (u64*)masked_at, *counts = (u64*)adds;
-  u64 told = other ? since[lane()] : 0, count = other ? counts[lane()] : 0;
-  bool unknown = other && (mask >> lane() & 1) && told == 0;   // by mask_update
-  if (unknown) told = tagged(epoch, 0);
-  u32 last = other && (mask >> lane() & 1) ? u32(told >> 32) : u32(epoch);
+  u64 before = other ? since[lane()] : 0, count = other ? counts[lane()] : 0;
+  bool unknown = other && (mask >> lane() & 1) && before == 0;   // by mask_update
+  if (unknown) before = tagged(epoch, 0);
+  u32 last = other && (mask >> lane() & 1) ? u32(before >> 32) : u32(epoch);
   bool came = false;   // all it ever adds is here
   if (other) came = of_team(lane(), rank, team_size) ? u32(load_relaxed_sys(peer_at(window, arrived + 8 * lane(), rank)) >> 32) == last
                                                      : gin_signal_value(comm, 0, 2 * lane() + 1) > count;
-  bool late = other && (mask >> lane() & 1) && came && !(told & 1);
+  bool late = other && (mask >> lane() & 1) && came && !(before & 1);
   bool newly = other && (next & ~u32(mask)) >> lane() & 1 && (code == AGAIN || code == TIMEOUT);
-  if (late) since[lane()] = told | 1;
-  else if (unknown) since[lane()] = told;
+  if (late) since[lane()] = before | 1;
+  else if (unknown) since[lane()] = before;
   else if (newly) since[lane()] = tagged(epoch, came);
   if (member && other && !in_mask && !(next >> lane() & 1)) counts[lane()] = count + 1;
   u32 all_new = __ballot_sync(~0u, newly), all_late = __ballot_sync(~0u, late);
   if (lane() == 0) {
     if (all_new) notify(notice, MASKED, epoch, HEAD, rank, __ffs(all_new) - 1);
     if (all_late) notify(notice, CAME_LATE, epoch, HEAD, rank, __ffs(all_late) - 1);
-    *(u64*)told_at = next;
+    *(u64*)told = next;
     *(u64*)members = next;
   }
   __syncwarp();

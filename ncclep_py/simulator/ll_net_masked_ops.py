@@ -171,7 +171,9 @@ def ll_net_wait_members(call: Call, task: Task, comm: int, window: int, heads: i
     return call.perform(task, given, {"adds": count, "head": head, "view": lambda a: None, "net": net})
 
 
-ll_net_await_view = await_outcome
+def ll_net_await_view(call: Call, task: Task, outcome: int, epoch: int, timeout: int) -> int:
+    """What a block of this rank told."""
+    return await_outcome(call, task, outcome, epoch, timeout)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ class Machine:
         self.library.native_run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_long]
         self.library.native_run.restype = ctypes.c_char_p
         self.library.native_window.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
+        self.library.native_fault.argtypes = [ctypes.c_int, ctypes.c_long]
         self.library.native_setup.argtypes = [ctypes.c_int, ctypes.c_uint64]
         self._compiled: dict[tuple, Any] = {}
         self.vocabulary = Vocabulary({name: self._operation(name, len(op.parameters)) for name, op in (OPS | NET_OPS).items()})
@@ -113,7 +114,7 @@ class Machine:
         return self._compiled[key].address
 
     def run(self, sim: Simulator, team_size: int, factories: dict[str, Callable], shapes: list[Any], seed: int = 0, missing: int = -1,
-            limit: int = 200_000_000) -> None:
+            limit: int = 200_000_000, dies: tuple[int, int, int] = (-1, 0, 0)) -> None:
         """Run everything enqueued on `sim`, step by step on all ranks together; rank `missing` does nothing. `AssertionError` if something is wrong.
 
         Args:
@@ -124,12 +125,17 @@ class Machine:
             seed: of who runs next and when puts land.
             missing: a rank that is dead.
             limit: most steps of one launch; a step is a nanosecond of the kernels' clock.
+            dies: a rank that stops in the n-th step (from 0), after so many steps of it: (rank, n, steps).
         """
         self.library.native_setup(team_size, seed)
         for window, regions in sim.windows.items():
             for rank, region in enumerate(regions):
                 self.library.native_window(rank, window, region.address)
-        for step in zip(*(stream.queue for stream in sim.streams), strict=True):
+        self.library.native_fault(-1, 0)
+        for n, step in enumerate(zip(*(stream.queue for stream in sim.streams), strict=True)):
+            if dies[0] >= 0 and n == dies[1]:
+                self.library.native_fault(dies[0], dies[2])
+            missing = dies[0] if dies[0] >= 0 and n > dies[1] else missing
             live = [(rank, launch) for rank, launch in enumerate(step) if rank != missing]
             if step[0].host:
                 for _, launch in live:

@@ -14,6 +14,9 @@ extern "C" void native_setup(int team_size, u64 seed) {
   team = team_size, random_state = seed * 2654435761u + 88172645463325252ull;
   signals.clear(), wires.clear();
 }
+static int dying = -1;
+static long dies_at;
+extern "C" void native_fault(int rank, long after) { dying = rank, dies_at = steps + after; }   // the rank stops; what it issued lands
 extern "C" void native_window(int rank, int window, u64 base) { bases[rank][window] = base; }
 extern "C" const char* native_run(Grid* grids, int count, long limit) {
   std::vector<std::unique_ptr<Block>> blocks;
@@ -41,6 +44,7 @@ extern "C" const char* native_run(Grid* grids, int count, long limit) {
   long end = steps + limit;
   for (bool first = true; left && !failure[0]; first = false, deliver())
     for (auto& [f, g] : all) {
+      if (!f->done && f->rank == dying && steps >= dies_at) f->done = true, --left;
       if (f->done || (!first && draw() % 8 == 0)) continue;
       cur = f.get(), starting = g, ++steps;
       swapcontext(&host, &f->context);

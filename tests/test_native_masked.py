@@ -1,0 +1,104 @@
+"""Masks over teams with their CUDA operations, run on the CPU against a clock: a rank that stops anywhere is masked by all alike, in time."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba", reason="needs an extra cu12 or cu13")
+if shutil.which("g++") is None:
+    pytest.skip("needs g++", allow_module_level=True)
+
+from native.machine import Machine
+
+from ncclep_py.config import GroupConfig
+from ncclep_py.errors import Code
+from ncclep_py.kernels.ll_net_masked_combine import make_ll_net_masked_combine
+from ncclep_py.kernels.ll_net_masked_dispatch import make_ll_net_masked_dispatch
+from ncclep_py.simulator import Simulator
+from ncclep_py.simulator.ll_net_masked_program import LLNetMaskedProgram
+
+FACTORIES = {"dispatch": make_ll_net_masked_dispatch, "combine": make_ll_net_masked_combine}
+TIMEOUT = 1_000_000
+"""Nanoseconds, i.e. steps: all threads of 4 ranks take some 2000 steps to look at a word once."""
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory) -> Machine:
+    return Machine(tmp_path_factory.mktemp("native"))
+
+
+def run(machine: Machine, tokens: Sequence[int], team: int, seed: int = 0, text: str = "D X C D X C", epoch: int = 1, blocks: int = 2,
+        dies: tuple[int, int, int] = (-1, 0, 0), differ: int = 0, **config: Any) -> LLNetMaskedProgram:
+    settings = {"num_experts": 2 * len(tokens), "max_dispatch_tokens_per_rank": max(*tokens, 1), "hidden": 16, "num_topk": 2,
+                "timeout_ns": TIMEOUT} | config
+    sim = Simulator(len(tokens), seed, "fair", blocks=blocks)
+    sim.poison = False   # nobody tells it when a dispatch begins
+    p = LLNetMaskedProgram(sim, GroupConfig(**settings, enable_mask=True), tokens, team, seed=seed, epoch=epoch)
+    if differ:
+        p.local_word(0, p.words.mask)[:] = differ
+    p.play(text)
+    if dies[0] >= 0:
+        sim.scheduler.dead.add(dies[0])
+    machine.run(sim, team, FACTORIES, [p.shape] * len(tokens), seed, dies=dies)
+    return p
+
+
+@pytest.mark.parametrize(("tokens", "team"), [((4, 2, 3, 4), 2), ((3, 4), 1), ((4, 1, 0, 2, 3, 4), 3)], ids=str)
+def test_without_faults(machine: Machine, tokens: tuple[int, ...], team: int) -> None:
+    for seed in range(2):
+        run(machine, tokens, team, seed).check(everybody=True)
+
+
+@pytest.mark.parametrize(("experts", "topk", "hidden", "blocks"), [(12, 4, 264, 3), (16, 3, 8, 5), (20, 3, 520, 1)])
+def test_shapes(machine: Machine, experts: int, topk: int, hidden: int, blocks: int) -> None:
+    run(machine, (9, 2, 12, 4), 2, 1, "D X C", blocks=blocks, num_experts=experts, num_topk=topk, hidden=hidden).check(everybody=True)
+
+
+def test_epochs_wrap(machine: Machine) -> None:
+    run(machine, (4, 2, 3, 4), 2, epoch=2**32 - 2).check(everybody=True)
+
+
+@pytest.mark.parametrize("team", [1, 2])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_rank_that_stops_is_masked_by_all_alike(machine: Machine, seed: int, team: int) -> None:
+    draw = random.Random(seed)
+    dies = (seed % 4, draw.choice((0, 0, 2, 4, 4)), 0 if seed < 2 else draw.randrange(600_000))   # dispatch, between, combine
+    p = run(machine, (4, 2, 3, 4), team, seed, dies=dies)
+    p.check()
+    assert {e.mask() for e in p.ended[2:] if e.what != p.ended[0].what} <= {0, 1 << dies[0]} and p.ended[-1].mask() == 1 << dies[0]
+    survivors = [r for r in range(4) if r != dies[0]]
+    assert {(n.code, n.peer) for n in map(p.notice, survivors) if n} == {(Code.MASKED, dies[0])}
+
+
+def test_masks_that_differ_become_their_union(machine: Machine) -> None:
+    for team in (1, 2):
+        p = run(machine, (4, 2, 3, 4), team, differ=0b1000)
+        p.check()
+        assert {e.mask() for e in p.ended} == {0b1000} and all(e.ranks[3][2] == Code.EXCLUDED for e in p.ended if 3 in e.ranks)
+
+
+@pytest.mark.parametrize("old, new", [
+    ("theirs |= __shfl_xor_sync(~0u, theirs, step)", "theirs |= 0"),
+    ("if (far && dry) {", "if (far && lane() == 0) {"),
+    ("returned + rank * returned_bytes + token", "returned + token"),
+    ("seen |= __any_sync(~0u, out) ? 1u << rank : missing", "seen |= missing"),
+    ("bool kept = host >= 0 && !(mask >> host & 1)", "bool kept = host >= 0"),
+    ("atomicAdd(&got[source * local + e], 1u)", "atomicAdd(&got[e], 1u)"),
+    ("if (u32(word >> 32) == u32(epoch)) { view", "if (u32(word >> 32)) { view")])
+def test_mutants_are_found(tmp_path: Any, old: str, new: str) -> None:
+    broken = Machine(tmp_path, old, new)
+    with pytest.raises(AssertionError):
+        for team in (1, 2):
+            for seed in range(2):
+                run(broken, (4, 2, 3, 4), team, seed).check(everybody=True)
+                p = run(broken, (4, 2, 3, 4), team, seed, dies=(seed, 0, 0))
+                p.check()
+                assert p.ended[-1].mask() == 1 << seed
+                p = run(broken, (4, 2, 3, 4), team, seed, differ=0b1000)
+                p.check()
+                assert {e.mask() for e in p.ended} == {0b1000}
