@@ -1,7 +1,7 @@
 """Groups over several teams with ``enable_mask``: who is a member, agreed by words that are put; offsets of what that adds. Pure integers.
 
 In one team ranks agree by compare-and-swap on each other's memory (``member_map``). Over a network there are puts, value puts and signals only, and a
-rank that others go on without may have puts under way. The model: a rank is fail-stop, or sleeps between operations for as long as it likes; inside an
+rank that others go on without may have puts under way. The model: a rank is fail-stop, or sleeps between operations as long as it likes; inside an
 operation it stalls, and the network delivers, within less than a quarter of the timeout. Every attempt at an operation has an epoch and a mask, on
 all its members alike; it commits, fails, or is followed by one under a larger mask, on all members that live alike.
 
@@ -13,15 +13,16 @@ all its members alike; it commits, fails, or is followed by one under a larger m
   that was masked and TOLD so: puts to a rank that is gone number no more than those of one attempt.
 * T-N3 (drain) HEAD(n + 1) goes to a member after all its adds up to n have come, so all it ever put here has landed, its views included (T-N5); a
   member whose adds do not come counts as missing. Who has HEAD(n + 1) of all members may write over what it sends from, and over its words and rows
-  at them. What is under way to a *masked* rank may still read the send buffer: it brings that rank rows of the wrong attempt, and it is told so (T-N7).
+  at them. What is under way to a *masked* rank may still read the send buffer: it brings that rank rows of another attempt, and it is told so (T-N7).
 * T-N4 (giving up) Data are put after HEAD(n) of all members; sending waits for nobody. Waits for members' data end when all came, when a member's
   first view differs from the mask, or by their deadline. DATA and ARRIVED are told after a rank's last put, also by one that sent nothing: it
   says so by its view. No view is taken back, so an attempt in which one member lacks another's HEAD or data does not commit.
-* T-N5 (views) A view is {whom I miss or anybody told me to miss, FAILED: an operation refused or different, DIFFERS: it is not my mask}. In round 1, 2, ... a rank says its
+* T-N5 (views) A view is {whom I miss or anybody told me to miss, FAILED: an operation refused or different, DIFFERS: it is not my mask}. In
+  round 1, 2, ... a rank says its
   view to all members of the attempt's mask, hears those of all members not in it, adds to it what they say and who is silent. A round in which it
   heard exactly its own view from all of them *decides*: it says DECIDED to all members, in a word of its own, and leaves. Who hears DECIDED
   decides the same at once, and says so. Views carry epoch and round in a place per (parity, round, source), and a value put comes whole.
-* T-N6 (agreement) Let r be the first round that decides, of A, view W. Each rank outside W said W in r, and the same to all; so the others of them heard
+* T-N6 (agreement) Let r be the first round that decides, of A, view W. Each rank outside W said W in r, the same to all; so the others of them hear
   nothing but W, decide W, too, or miss somebody. These hear DECIDED of A in r + 1 before they could decide otherwise, since they wait for A's
   word: A lives, or it died and is no survivor. Two views of one round cannot both decide: each decider is outside the other's view. An attempt
   commits if what is decided has no DIFFERS: then all members have this mask, and all data; it fails if that has FAILED, but no DIFFERS. Else the
@@ -49,8 +50,8 @@ from ncclep_py.memory_map import SLOT_ALIGNMENT, WORD, align
 __all__ = ["DIFFERS", "FAILED", "SAID", "LLNetMemberMap"]
 
 FAILED, SAID, DIFFERS = 1 << 29, 1 << 30, 1 << 31
-"""Bits of a view beside the ranks: an operation refused or different; in its word: not fresh memory, in what `hear` returns: decided; not all of those
-whose view it is have it for their mask."""
+"""Bits of a view beside the ranks: an operation refused or different; in its word: not fresh memory, in what `hear` returns: decided; not all whose
+view it is have it for their mask."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,8 @@ class LLNetMemberMap:
         returned = align(views + 2 * (rounds + 1) * num_ranks * WORD, SLOT_ALIGNMENT)
         returned_bytes = config.max_dispatch_tokens_per_rank * config.num_topk * config.row_bytes
         adds = align(net.local_bytes, 128)
-        return cls(rounds, views, returned, returned_bytes, align(returned + num_ranks * returned_bytes, SLOT_ALIGNMENT), adds, adds + 256, adds + 384, adds + 512)
+        return cls(rounds, views, returned, returned_bytes,
+                   align(returned + num_ranks * returned_bytes, SLOT_ALIGNMENT), adds, adds + 256, adds + 384, adds + 512)
 
     def regions(self) -> list[tuple[str, int, int]]:
         """(name, first byte, end byte) of the added regions of the window."""

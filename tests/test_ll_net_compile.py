@@ -70,8 +70,8 @@ def test_rows_move_in_16_byte_vectors():
     ptx = toolchain.compile_device("sm_90", "ptx", teams=True).decode()
     bodies = {m[1]: m[2] for m in re.finditer(r"ep_(ll_net_\w+)\([^{]*\{(.*?)\n\}", ptx, re.DOTALL)}
     reads = ("ll_net_send_row", "ll_net_scatter_row", "ll_net_stage_row", "ll_net_quantise_row", "ll_net_send_member_row")
-    for name in (*reads, "ll_net_spread_row", "ll_net_take_row", "ll_net_take_token", "ll_net_gather_row", "ll_net_sum_row", "ll_net_return_member_rows",
-                 "ll_net_gather_member_row"):
+    for name in (*reads, "ll_net_spread_row", "ll_net_take_row", "ll_net_take_token", "ll_net_gather_row", "ll_net_sum_row",
+                 "ll_net_return_member_rows", "ll_net_gather_member_row"):
         loads, stores = re.findall(r"\bld\.global\S*\.v4\.u32", bodies[name]), re.findall(r"\bst\.global\S*\.v4\.u32", bodies[name])
         assert len(loads) >= 4 and len(stores) >= 2
         assert ("ld.global.nc.L1" in bodies[name]) == (name in reads)   # staging and slots are written meanwhile

@@ -126,8 +126,6 @@ def test_epochs_wrap_and_stale_messages_are_none() -> None:
     assert run(program, 2) == [[True] * 6] * 4
 
 
-
-
 def test_team_sizes_are_checked() -> None:
     with pytest.raises(ValueError, match="all teams must be of equal size"):
         LocalWorld(4, "sim", team_size=3)

@@ -46,7 +46,8 @@ LL_NET_MASKED_OPERATIONS: tuple[tuple, ...] = (
      "Wait for the views of all members that are not in mine, or for what somebody decided. The view after that, with SAID if it is decided."),
     ("ll_net_conclude_members", "warp",
      f"comm window heads arrived {_TEAM} adds told members masked_at epoch signature mask view left notice fail record",
-     "ld.weak masked_at; ld.weak adds; ld.relaxed.sys head; ld.relaxed.sys arrived; ld.relaxed.sys net; st.weak masked_at; st.weak adds; st.weak told; st.weak members",
+     "ld.weak masked_at; ld.weak adds; ld.relaxed.sys head; ld.relaxed.sys arrived; ld.relaxed.sys net; st.weak masked_at; "
+     "st.weak adds; st.weak told; st.weak members",
      "The code of this attempt, the mask of the next, and the async error if a rank was masked or a masked one came."),
     ("ll_net_count_messages", "block", f"window messages most {_SIZES} plane_rows message_bytes rank mask epoch expert_counters",
      "bar.sync; ld.weak staging; bar.sync; st.weak expert_counters",

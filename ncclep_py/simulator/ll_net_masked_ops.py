@@ -333,8 +333,8 @@ def ll_net_hear(call: Call, task: Task, window: int, views: int, rank: int, num_
 
 
 def ll_net_conclude_members(call: Call, task: Task, comm: int, window: int, heads: int, arrived: int, rank: int, num_ranks: int, team_size: int,
-                            adds: int, told: int, members: int, masked_at: int, epoch: int, signature: int, mask: int, view: int, left: int, notice: int,
-                            fail: int, record: int) -> int:
+                            adds: int, told: int, members: int, masked_at: int, epoch: int, signature: int, mask: int, view: int, left: int,
+                            notice: int, fail: int, record: int) -> int:
     """How this attempt ends."""
     network, team, code = _network(call, comm), _team(rank, team_size), 0
     following = (view & FAILED - 1) | mask
@@ -400,7 +400,7 @@ def ll_net_conclude_members(call: Call, task: Task, comm: int, window: int, head
         access.write(told, np.array([following], np.uint64).view(np.uint8))
 
     call.perform(task, (), {"masked_at": masked, "adds": count, "head": head, "arrived": look, "net": net, "told": tell, "members": store})
-    if code == Code.AGAIN:
+    if code in (0, Code.AGAIN):
         for r in {r for r in range(num_ranks) if following >> r & 1} - call.sim.memory.outcast:
             call.sim.memory.outcast.add(r)
             call.sim.memory.forgive(r)

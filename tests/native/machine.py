@@ -19,7 +19,8 @@ from ncclep_py.simulator import Simulator
 __all__ = ["Machine", "source"]
 
 HERE = Path(__file__).parent
-SOURCES = ("lane_ops.cu", "fabric_ops.cu", "rank_ops.cu", "recipe_ops.cu", "staged_ops.cu", "ht_ops.cu", "mask_ops.cu", "trace_ops.cu", *toolchain.TEAM_SOURCES)
+SOURCES = ("lane_ops.cu", "fabric_ops.cu", "rank_ops.cu", "recipe_ops.cu", "staged_ops.cu", "ht_ops.cu", "mask_ops.cu", "trace_ops.cu",
+           *toolchain.TEAM_SOURCES)
 INLINE = {   # function that is PTX: what it does
     "u64 nanoseconds": "return u64(steps);",
     "u64 load_relaxed_sys": "yield(); return *(volatile u64*)p;",
