@@ -69,8 +69,10 @@ def _sent(word: Word, call: Call, task: Task, fits: Callable[[int], bool]) -> bo
 
 def _due(call: Call, task: Task, source: int, context: int, signal: int, least: int) -> bool:
     """Whether a signal will have that value when all that its source sent is here."""
-    wire = call.sim.network.wires[context, source, task.rank]
-    return call.sim.network.seen(task.rank, context, signal) + sum(i.amount for i in wire.open if i.kind == "signal" and i.signal == signal) >= least
+    network = call.sim.network
+    assert network is not None   # these operations have one
+    wire = network.wires[context, source, task.rank]
+    return network.seen(task.rank, context, signal) + sum(i.amount for i in wire.open if i.kind == "signal" and i.signal == signal) >= least
 
 
 def _read_adds(access: Access, adds: int, num_ranks: int) -> list[int]:
