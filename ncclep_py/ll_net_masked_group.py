@@ -1,6 +1,6 @@
 """LOW_LATENCY groups with ``enable_mask`` whose ranks form several teams; calls and results are those of one team. Protocol: ``ll_net_member_map``.
 
-Refused by a sentence: RANK_MAJOR, recipes, and ``mask_clean``: a rank that was masked out stays out. Where all others mask a rank by `mask_update` it
+Refused by a sentence: ``mask_clean``: a rank that was masked out stays out. Where all others mask a rank by `mask_update` it
 is not told; it goes on alone, and its async error says so.
 """
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ncclep_py.group import Group
 from ncclep_py.kernels.ll_net_masked_shape import LLNetMaskedShape
-from ncclep_py.kernels.shape import PLAIN, KernelShape
+from ncclep_py.kernels.shape import KernelShape
 from ncclep_py.ll_net_group import LLNetGroup
 from ncclep_py.ll_net_member_map import LLNetMemberMap
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LLNetMaskedGroup"]
 
-KERNEL_NAMES = {"ll_dispatch": "ll_net_masked_dispatch", "ll_combine": "ll_net_masked_combine", "ll_copy": "ll_copy"}
-REFUSED = {"ll_rank_major_dispatch": "Layout.RANK_MAJOR", "ll_nvfp4_combine": "a recipe of combine"}
+KERNEL_NAMES = {"ll_dispatch": "ll_net_masked_dispatch", "ll_rank_major_dispatch": "ll_net_masked_rank_major_dispatch",
+                "ll_combine": "ll_net_masked_combine", "ll_nvfp4_combine": "ll_net_masked_nvfp4_combine", "ll_copy": "ll_copy"}
 
 
 def _missing(what: str) -> NotImplementedError:
@@ -47,12 +47,10 @@ class LLNetMaskedGroup(LLNetGroup):
 
     def kernel_name(self, name: str) -> str:
         if name not in KERNEL_NAMES:
-            raise _missing(REFUSED.get(name, name))
+            raise _missing(name)
         return KERNEL_NAMES[name]
 
     def make_shape(self, name: str, shape: KernelShape) -> KernelShape:
-        if shape.wire != PLAIN:
-            raise _missing("a recipe of dispatch")
         return shape if name == "ll_copy" else LLNetMaskedShape.over(shape, self.config, self.comm.topology.team_size)
 
     def mask_clean(self) -> None:

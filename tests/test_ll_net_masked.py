@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from test_mask_protocol import KINDS, TEXTS, faults_of
 from test_mutations import effect_mutants, mutant
 
@@ -18,16 +19,18 @@ from ncclep_py.config import GroupConfig
 from ncclep_py.errors import Code
 from ncclep_py.kernels.ll_net_masked_combine import make_ll_net_masked_combine
 from ncclep_py.kernels.ll_net_masked_dispatch import make_ll_net_masked_dispatch
+from ncclep_py.kernels.ll_net_masked_rank_major_dispatch import make_ll_net_masked_rank_major_dispatch
 from ncclep_py.kernels.ll_net_masked_shape import LLNetMaskedShape
 from ncclep_py.kernels.ll_net_masked_vocabulary import LL_NET_MASKED_OPERATIONS
 from ncclep_py.kernels.ops import NET_OPS
 from ncclep_py.kernels.shape import KernelShape
 from ncclep_py.simulator import Faults, SimulationError, Simulator, ll_net_masked_ops
-from ncclep_py.simulator.ll_net_masked_program import LLNetMaskedProgram
+from ncclep_py.simulator.ll_net_masked_program import LLNetMaskedProgram, LLNetMaskedRankMajorProgram
 from ncclep_py.simulator.network import Network
 
 SEEDS = 120
 TEAMS = [(4, 2), (4, 1), (8, 2)]
+PROGRAMS = (LLNetMaskedProgram, LLNetMaskedRankMajorProgram)
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +46,10 @@ def nothing_is_put_to_who_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Network, "_issue", checked)
 
 
-def group(sim: Simulator, team: int, seed: int = 0, **more: object) -> LLNetMaskedProgram:
+def group(sim: Simulator, team: int, seed: int = 0, program: type[LLNetMaskedProgram] | None = None, **more: object) -> LLNetMaskedProgram:
+    """A small group; of either layout by `seed`, if `program` does not say which."""
     config = GroupConfig(num_experts=2 * sim.num_ranks, max_dispatch_tokens_per_rank=4, hidden=16, num_topk=2, num_slots=2, enable_mask=True)
-    p = LLNetMaskedProgram(sim, config, (4, 2, 3, 4, 0, 1, 2, 3)[:sim.num_ranks], team, seed=seed, **more)
+    p = (program or PROGRAMS[seed // 4 % 2])(sim, config, (4, 2, 3, 4, 0, 1, 2, 3)[:sim.num_ranks], team, seed=seed, **more)
     p.network.told = lambda rank: int(p.local_word(rank, p.shape.members.told)[0])   # type: ignore[attr-defined]
     return p
 
@@ -118,18 +122,24 @@ def test_who_is_masked_is_told() -> None:
     assert set(told) == {0, 1, 2, 3}
 
 
-def late(seed: int, **how: Any) -> LLNetMaskedProgram:
+def late(seed: int, program: type[LLNetMaskedProgram] | None = None, **how: Any) -> LLNetMaskedProgram:
     """A rank comes when the others have gone on without it, and once more when they go on."""
     who = seed % 4
     sim = Simulator(4, seed, ("adversarial", "fair")[seed // 4 % 2], effects=how.pop("effects", None), faults=Faults(timeouts=True, bounded=True))
-    p = group(sim, 1 + seed // 8 % 2, seed, **how)
+    p = group(sim, 1 + seed // 8 % 2, seed, program or PROGRAMS[seed // 16 % 2], **how)
     others = [r for r in range(4) if r != who]
     d = p.dispatch(ranks=others)
     sim.run()
     for rank in others:
         p.records[rank][8:] = 0
     p.dispatched, ended = [d], p.ended[:]
-    p._launch("dispatch", who, 0, d.handle, 0, tokens=d.tokens[who], topk_idx=d.topk_idx[who], expert_counters=d.counters[who])
+    if isinstance(p, LLNetMaskedRankMajorProgram):
+        weights, global_ids = p.weights[d.handle]
+        more: dict[str, Any] = {"topk_weights": torch.rand(d.topk_idx[who].shape), "src_rank_counters": d.counters[who], "global_ids": int(global_ids)}
+    else:
+        weights, more = [], {"expert_counters": d.counters[who]}
+    p._launch("dispatch", who, 0, d.handle, 0, tokens=d.tokens[who], topk_idx=d.topk_idx[who], **more)
+    weights[who:] = [*weights[-1:], *weights[who:-1]]   # by rank
     p._look(d, [who])
     sim.run()
     assert [code for _, _, code in p.ended[-1].ranks.values()] == [Code.EXCLUDED] and p.ended[-1].ranks[who][0] >> who & 1
@@ -246,7 +256,15 @@ def first_red(seeds: int = 5 * SEEDS, run: Callable[..., object] = any_of, **how
     return None
 
 
-MAKE = {"dispatch": make_ll_net_masked_dispatch, "combine": make_ll_net_masked_combine}
+MAKE = {"dispatch": make_ll_net_masked_dispatch, "rank_major_dispatch": make_ll_net_masked_rank_major_dispatch, "combine": make_ll_net_masked_combine}
+OF_LAYOUT = {"dispatch": LLNetMaskedProgram, "rank_major_dispatch": LLNetMaskedRankMajorProgram}
+
+
+def with_kernel(name: str, made: Callable[..., Any]) -> dict[str, Any]:
+    """What makes a group run `made` in the place of a kernel."""
+    return {f"make_{name.removeprefix('rank_major_')}": made} | ({"program": OF_LAYOUT[name]} if name in OF_LAYOUT else {})
+
+
 SEEN = "if seen == mask | SAID:"
 KERNEL_MUTANTS: dict[str, Sequence[tuple[str, str]]] = {
     "heads are not waited for": [(
@@ -275,20 +293,32 @@ ONLY = {
         "expert_counters)\n", "")],
         "a header without a commit": [("if code == 0:\n                    store_header", "if 1 == 1:\n                    store_header")],
         "rows go to masked ranks": [("                if mask != 0:\n", "                if 1 == 2:\n")]},
-    "combine": {"rows of masked ranks": [("ROW_BYTES, TYPE, rank, mask)", "ROW_BYTES, TYPE, rank, 0)")],
+    "rank_major_dispatch": {
+        "rows are not counted": [(
+            "            count_rows(window, messages, slot + IDS, MOST, TOPK, RANKS, PLANE_ROWS, MESSAGE_BYTES, rank, mask, epoch, "
+            "src_rank_counters)\n", "")],
+        "a header without a commit": [("if code == 0:\n                    store_header", "if 1 == 1:\n                    store_header")],
+        "rows go to masked ranks": [("                if mask != 0:\n", "                if 1 == 2:\n")],
+        "rows are not kept": [("keep_routes(table, at, first, TOPK, RANKS)", "pass")],
+        "rows are numbered by the experts": [("assign_ranks(topk_idx, IDX_BYTES, topk_weights, TOPK, EXPERTS, RANKS,",
+                                              "assign_ranks(topk_idx, IDX_BYTES, topk_weights, TOPK, EXPERTS, EXPERTS,")]},
+    "combine": {"rows of masked ranks": [("PLANE_ROWS, ROW_BYTES, TYPE, rank,\n                               mask)",
+                                          "PLANE_ROWS, ROW_BYTES, TYPE, rank,\n                               0)")],
+                "rows of masked ranks, RANK_MAJOR": [("RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank, mask)", "RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank, 0)")],
                 "rows go to masked ranks": [("if (mask >> (at // MOST)) & 1 == 0:", "if 1 == 1:")]},
 }
 MUTANTS = {f"{kernel}: {name}": (kernel, change) for kernel in MAKE for name, change in (KERNEL_MUTANTS | ONLY[kernel]).items()}
 
 
 def test_nothing_changed_is_green() -> None:
-    assert first_red(100, **{f"make_{name}": mutant(make) for name, make in MAKE.items()}) is None
+    for name, make in MAKE.items():
+        assert first_red(100, **with_kernel(name, mutant(make))) is None
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_kernel_mutant_is_red(name: str) -> None:
     kernel, changes = MUTANTS[name]
-    assert first_red(**{f"make_{kernel}": mutant(MAKE[kernel], *changes)}) is not None
+    assert first_red(**with_kernel(kernel, mutant(MAKE[kernel], *changes))) is not None
 
 
 RULES: dict[str, tuple[str, str, str]] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_masking import TOPK, Rank, config
+from test_masking import LAYOUTS, TOPK, Rank, config
 
 from ncclep_py import CombineConfig, DispatchConfig, DispatchQuant, EpRefusedError, Group, Layout, LocalWorld
 from ncclep_py.errors import Code, EpMaskedError
@@ -15,11 +15,11 @@ from ncclep_py.ll_net_masked_group import LLNetMaskedGroup
 from ncclep_py.simulator import Faults
 
 
-def run(program: Callable[[Rank], Any], team: int, ranks: int = 4, seed: int = 0, **more: object) -> list[Any]:
+def run(program: Callable[[Rank], Any], team: int, ranks: int = 4, seed: int = 0, layout: Layout = Layout.EXPERT_MAJOR, **more: object) -> list[Any]:
     def body(comm: Any) -> Any:
         with Group.create(comm, config(ranks, **more)) as group:
             assert isinstance(group, LLNetMaskedGroup)
-            return program(Rank(group))
+            return program(Rank(group, layout))
 
     with LocalWorld(ranks, "sim", team_size=team, seed=seed, mode="adversarial", faults=Faults(timeouts=True, bounded=True)) as world:
         return world.run(body)
@@ -35,8 +35,9 @@ def told(r: Rank) -> tuple[int, int]:
 TEAMS = pytest.mark.parametrize(("ranks", "team"), [(2, 1), (4, 1), (4, 2), (8, 2)])
 
 
+@LAYOUTS
 @TEAMS
-def test_without_a_fault_it_is_the_plain_group(ranks: int, team: int) -> None:
+def test_without_a_fault_it_is_the_plain_group(ranks: int, team: int, layout: Layout) -> None:
     def program(r: Rank) -> Any:
         good = []
         for step in range(3):
@@ -45,12 +46,13 @@ def test_without_a_fault_it_is_the_plain_group(ranks: int, team: int) -> None:
         r.group.check()
         return good, r.active(), r.group.get_async_error()
 
-    assert run(program, team, ranks) == [([True] * 3, [1] * ranks, 0)] * ranks
+    assert run(program, team, ranks, layout=layout) == [([True] * 3, [1] * ranks, 0)] * ranks
 
 
 @TEAMS
+@LAYOUTS
 @pytest.mark.parametrize("seed", range(3))
-def test_a_rank_that_never_calls_is_masked_and_out_when_it_comes(ranks: int, team: int, seed: int) -> None:
+def test_a_rank_that_never_calls_is_masked_and_out_when_it_comes(ranks: int, team: int, seed: int, layout: Layout) -> None:
     missing = seed % ranks
 
     def program(r: Rank) -> Any:
@@ -74,7 +76,7 @@ def test_a_rank_that_never_calls_is_masked_and_out_when_it_comes(ranks: int, tea
         return good, r.active(), event
 
     active = [int(r != missing) for r in range(ranks)]
-    assert run(program, team, ranks, seed) == ["out" if r == missing else ([True] * 4, active, (Code.MASKED, missing)) for r in range(ranks)]
+    assert run(program, team, ranks, seed, layout) == ["out" if r == missing else ([True] * 4, active, (Code.MASKED, missing)) for r in range(ranks)]
 
 
 def test_a_late_rank_is_reported() -> None:
@@ -146,33 +148,6 @@ def test_send_only_does_it_all_at_once() -> None:
         return r.right(0, out, ())
 
     assert run(program, 2, num_staging_slots=2) == [True] * 4
-
-
-def test_what_is_not_built_is_refused_and_the_next_is_right() -> None:
-    def program(r: Rank) -> bool:
-        with pytest.raises(NotImplementedError, match="Layout.RANK_MAJOR is not built yet for ranks in several teams with enable_mask"):
-            r.group.create_handle(Layout.RANK_MAJOR, num_topk=TOPK)
-        with pytest.raises(NotImplementedError, match="mask_clean is not built yet"):
-            r.group.mask_clean()
-        with pytest.raises(NotImplementedError, match="create_window is not built yet"):
-            r.group.create_window(1024)
-        with pytest.raises(NotImplementedError, match="a recipe of dispatch is not built yet"):
-            r.handle.dispatch(torch.zeros(2, 512, dtype=torch.bfloat16), topk_idx=torch.zeros(2, TOPK).long(),
-                              config=DispatchConfig(quant_recipe=DispatchQuant.DS_FP8E3M4))
-        tokens = torch.zeros(2, 512, dtype=torch.bfloat16)
-        received = r.handle.dispatch(tokens, topk_idx=torch.zeros(2, TOPK).long())
-        out = r.handle.combine(received.tokens, topk_weights=torch.ones(2, TOPK))
-        r.group.check()
-        return bool((out == 0).all())
-
-    def body(comm: Any) -> bool:
-        import dataclasses
-
-        with Group.create(comm, dataclasses.replace(config(4), hidden=512)) as group:
-            return program(Rank(group))
-
-    with LocalWorld(4, "sim", team_size=2) as world:
-        assert world.run(body) == [True] * 4
 
 
 def test_epochs_wrap() -> None:

@@ -1,4 +1,4 @@
-"""Low-latency combine with masks over several teams, EXPERT_MAJOR: members send rows back to their sources, which add them in k order.
+"""Low-latency combine with masks over several teams: members send rows back to their sources, which add them in k order.
 
 Phases of an attempt: 1 head, 2 send rows back, 3 tell, 4 agree, 5 outcome; of the attempt that commits: 6 rows, without those of masked ranks. Rules:
 T-N1 to T-N9 of ``ncclep_py.ll_net_member_map``.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ncclep_py.config import Layout
 from ncclep_py.errors import Code
 from ncclep_py.kernels.ll_net_combine import PARAMETERS
 from ncclep_py.kernels.ll_net_masked_shape import LLNetMaskedShape
@@ -37,14 +38,15 @@ def make_ll_net_masked_combine(shape: LLNetMaskedShape, ops: Vocabulary) -> Call
     read_epoch, advance_epoch, read_mask = ops.read_epoch, ops.advance_epoch, ops.read_mask
     publish_head, enter, wait_members = ops.ht_net_publish_head, ops.ll_net_enter_members, ops.ll_net_wait_members
     read_header, header_status, check_header = ops.read_header, ops.header_status, ops.check_header
-    return_rows, gather_row = ops.ll_net_return_member_rows, ops.ll_net_gather_member_row
+    return_rows, gather_row, sum_row = ops.ll_net_return_member_rows, ops.ll_net_gather_member_row, ops.ll_net_sum_member_row
+    RANK_MAJOR = shape.layout is Layout.RANK_MAJOR
     publish_arrived, signal, wait_data = ops.ht_net_publish_arrived, ops.ll_net_signal_members, ops.ll_net_wait_member_data
     say, hear, conclude = ops.ll_net_say, ops.ll_net_hear, ops.ll_net_conclude_members
     last_block, tell_outcome, await_view = ops.last_block, ops.tell_outcome, ops.ll_net_await_view
     trace_begin, stamp = ops.trace_begin, ops.stamp
 
-    def ll_net_masked_combine(comm, window, rank, local, record, weights, out, num_tokens, rows_valid, slot, table, remote, header, handle,  # noqa: ANN001, ANN202
-                              signature, status, timeout):
+    def ll_net_masked_combine(comm, window, rank, local, record, weights, out, num_tokens, rows_valid, payload, slot, table, remote,  # noqa: ANN001, ANN202
+                              header, handle, signature, status, timeout):
         trace = trace_begin()
         fail, waited, adds = local + FAIL, local + WAITED, local + ADDS
         code, epoch, held = AGAIN, read_epoch(local + EPOCH), read_header(header)
@@ -74,8 +76,8 @@ def make_ll_net_masked_combine(shape: LLNetMaskedShape, ops: Vocabulary) -> Call
                     at = block_idx() * warps() + warp_idx()
                     while at < RANKS * MOST:
                         if (mask >> (at // MOST)) & 1 == 0:
-                            return_rows(comm, window, slot, RETURNED, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, RETURNED_BYTES, rank,
-                                        TEAM, CONTEXTS)
+                            return_rows(comm, payload, slot, window, RETURNED, remote, at // MOST, at % MOST, MOST, TOPK, ROW_BYTES, ROW_BYTES,
+                                        RETURNED_BYTES, rank, TEAM, CONTEXTS)
                         at += blocks() * warps()
             # ---- 3 tell: the last block speaks for the rank ---------------------------------------------------------------
             trace = stamp(trace, MEET)
@@ -123,7 +125,11 @@ def make_ll_net_masked_combine(shape: LLNetMaskedShape, ops: Vocabulary) -> Call
             mask = read_mask(local + MASK)
             at = block_idx() * warps() + warp_idx()
             while at < num_tokens:
-                gather_row(window, RETURNED, RETURNED_BYTES, table, weights, out, at, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank, mask)
+                if RANK_MAJOR:
+                    sum_row(window, RETURNED, RETURNED_BYTES, table, out, at, TOPK, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank, mask)
+                else:
+                    gather_row(window, RETURNED, RETURNED_BYTES, table, weights, out, at, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank,
+                               mask)
                 at += blocks() * warps()
         if last_block(local + BLOCKS_DONE) == 1:
             if warp_idx() == 0:

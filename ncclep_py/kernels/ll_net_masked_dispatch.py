@@ -30,7 +30,10 @@ def make_ll_net_masked_dispatch(shape: LLNetMaskedShape, ops: Vocabulary) -> Cal
     VIEWS, ROUNDS, ADDS, TOLD, GO = (
         shape.members.views, shape.members.rounds, shape.members.adds, shape.members.told, shape.members.go)
     TEAM, MOST, CONTEXTS = shape.net.team_size, shape.net.tokens, shape.net.num_contexts
-    HEADER_BYTES, MESSAGE_BYTES = shape.net.header_bytes, shape.net.message_bytes
+    SENT_BYTES, SCALE_BYTES, SCALES = shape.sent_bytes, shape.wire.scale_bytes, shape.slot_scales
+    QUANTISE, ROUND = shape.wire.quantise, int(shape.wire.round_scales)
+    HEADER_BYTES, MESSAGE_BYTES, WORDS = shape.net.header_bytes, shape.net.message_bytes, 1
+    SENT_ROWS, SENT_SCALES, PUT_BYTES = SENT + HEADER_BYTES, SENT + HEADER_BYTES + SENT_BYTES, HEADER_BYTES + SENT_BYTES + SCALE_BYTES
     ATTEMPTS, AGAIN, NOTICE, DECIDED = 2 * shape.num_ranks + 2, int(Code.AGAIN), 64, SAID
     TIMEOUT, RANKS_OF_VIEW = int(Code.TIMEOUT), FAILED - 1
     PATIENCE = 2 * shape.num_ranks * shape.num_ranks   # timeouts that this rank's last block may take
@@ -38,15 +41,16 @@ def make_ll_net_masked_dispatch(shape: LLNetMaskedShape, ops: Vocabulary) -> Cal
     read_epoch, advance_epoch, read_mask = ops.read_epoch, ops.advance_epoch, ops.read_mask
     first_token, end_token, token_part = ops.first_token, ops.end_token, ops.token_part
     publish_head, enter, wait_members = ops.ht_net_publish_head, ops.ll_net_enter_members, ops.ll_net_wait_members
-    count_experts, assign_rows, drop_rows, send_row = ops.count_experts, ops.assign_rows, ops.drop_rows, ops.ll_net_send_member_row
+    count_experts, assign_rows, drop_rows = ops.count_experts, ops.assign_rows, ops.drop_rows
+    send_row, quantise_row, send_made_row = ops.ll_net_send_member_row, ops.ll_net_quantise_row, ops.ll_net_send_made_row
     publish_arrived, signal, wait_data = ops.ht_net_publish_arrived, ops.ll_net_signal_members, ops.ll_net_wait_member_data
     say, hear, conclude = ops.ll_net_say, ops.ll_net_hear, ops.ll_net_conclude_members
     count_messages, take_row = ops.ll_net_count_messages, ops.ll_net_take_row
     last_block, store_header, tell_outcome, await_view = ops.last_block, ops.store_header, ops.tell_outcome, ops.ll_net_await_view
     trace_begin, stamp = ops.trace_begin, ops.stamp
 
-    def ll_net_masked_dispatch(comm, window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, slot, table,  # noqa: ANN001, ANN202
-                               remote, messages, header, origins, kept, flight, flying, handle, signature, status, timeout):
+    def ll_net_masked_dispatch(comm, window, rank, local, record, tokens, topk_idx, num_tokens, expert_counters, scales, payload, slot,  # noqa: ANN001, ANN202
+                               table, remote, messages, header, origins, kept, flight, flying, handle, signature, status, timeout):
         trace = trace_begin()
         fail, waited, adds = local + FAIL, local + WAITED, local + ADDS
         first, end, part = first_token(num_tokens), end_token(num_tokens), token_part(num_tokens)
@@ -78,8 +82,13 @@ def make_ll_net_masked_dispatch(shape: LLNetMaskedShape, ops: Vocabulary) -> Cal
                 if part == 0:   # blocks that share tokens leave it to the first
                     at = first + warp_idx()
                     while at < end:
-                        send_row(comm, window, SENT, messages + rank * MOST * MESSAGE_BYTES, tokens, at, first, TOPK, EXPERTS, RANKS, PLANE_ROWS,
-                                 ROW_BYTES, HEADER_BYTES, MESSAGE_BYTES, rank, TEAM, CONTEXTS, epoch)
+                        if QUANTISE:
+                            quantise_row(window, SENT_ROWS, SENT_SCALES, tokens, at, first, TOPK, EXPERTS, ROW_BYTES, ROUND, MESSAGE_BYTES, rank)
+                            send_made_row(comm, window, SENT, messages + rank * MOST * MESSAGE_BYTES, at, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS,
+                                          WORDS, HEADER_BYTES, PUT_BYTES, MESSAGE_BYTES, rank, TEAM, CONTEXTS, epoch)
+                        else:
+                            send_row(comm, window, SENT, messages + rank * MOST * MESSAGE_BYTES, tokens, scales, at, first, end, TOPK, EXPERTS, RANKS,
+                                     PLANE_ROWS, SENT_BYTES, SCALE_BYTES, WORDS, HEADER_BYTES, MESSAGE_BYTES, rank, TEAM, CONTEXTS, epoch)
                         at += warps()
             # ---- 3 tell: the last block speaks for the rank ---------------------------------------------------------------
             trace = stamp(trace, MEET)
@@ -129,8 +138,8 @@ def make_ll_net_masked_dispatch(shape: LLNetMaskedShape, ops: Vocabulary) -> Cal
             at = block_idx() * warps() + warp_idx()
             while at < RANKS * MOST:
                 if (mask >> (at // MOST)) & 1 == 0:
-                    take_row(window, slot, slot, messages, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS, RANKS, PLANE_ROWS, ROW_BYTES, 0,
-                             HEADER_BYTES, MESSAGE_BYTES, rank, epoch, fail, record)
+                    take_row(payload, slot, slot + SCALES, window, messages, remote, at // MOST, at % MOST, MOST, TOPK, EXPERTS, RANKS, PLANE_ROWS,
+                             SENT_BYTES, SCALE_BYTES, HEADER_BYTES, MESSAGE_BYTES, rank, epoch, fail, record)
                 at += blocks() * warps()
         if last_block(local + BLOCKS_DONE) == 1:
             if warp_idx() == 0:

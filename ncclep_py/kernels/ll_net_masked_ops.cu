@@ -78,8 +78,9 @@ OP ep_ll_net_await_view(i64 outcome, i64 epoch, i64 timeout) {
     u64 started = nanoseconds(), word = 0;
     for (u32 round = 1;; ++round) {   // block 0 has deadlines of its own; this one is for a grid that does not fit
       bool late = __any_sync(~0u, round % 64 == 0 && nanoseconds() - started > u64(timeout));
-      word = __shfl_sync(~0u, load_relaxed_gpu(outcome), 0);
-      if (u32(word >> 32) == u32(epoch)) { view = u32(word); break; }
+      word = load_relaxed_gpu(outcome);
+      u32 told = __ballot_sync(~0u, u32(word >> 32) == u32(epoch));   // lanes may have read at different moments
+      if (told) { view = u32(__shfl_sync(~0u, u32(word), __ffs(told) - 1)); break; }
       if (late) break;
     }
     fence_device();
@@ -88,26 +89,58 @@ OP ep_ll_net_await_view(i64 outcome, i64 epoch, i64 timeout) {
 }
 
 // ---- data ----------------------------------------------------------------------------------------------------------------------------------------
-OP ep_ll_net_send_member_row(i64 comm, i64 window, i64 sent, i64 messages, i64 tokens, i64 token, i64 first, i64 num_topk, i64 num_experts,
-                             i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 header_bytes, i64 message_bytes, i64 rank, i64 team_size,
-                             i64 contexts, i64 epoch) {
+struct Message { int host; u64 to, mine; };   // a lane per rank that wants the token: the message there, 0 if it is put; my own, 0 if none is put
+INLINE u64 past(u64 message, i64 bytes) { return message ? message + bytes : 0; }
+INLINE Message begin_message(i64 window, i64 sent, i64 messages, i64 token, i64 first, i64 end, i64 num_topk, i64 num_experts, i64 num_ranks,
+                             i64 plane_rows, i64 words, i64 message_bytes, i64 rank, i64 team_size, i64 epoch) {   // headers are written
   int row = block_row(token, first, num_topk, num_experts), host = host_of(row, num_experts, num_ranks, plane_rows);
   u32 same = __match_any_sync(~0u, host);
-  bool speaks = host >= 0 && lane() == __ffs(same) - 1, near_by = speaks && of_team(host, rank, team_size), far = speaks && !near_by;   // a lane per rank
-  u32 puts = __ballot_sync(~0u, far);
+  if (lane() != __ffs(same) - 1) host = -1;
+  bool near_by = of_team(host, rank, team_size);
   i64 at = token * message_bytes;
-  u64 to = near_by ? peer_at(window, messages + at, host) : 0, mine = puts ? peer_at(window, sent + at, rank) : 0;
+  u64 to = near_by ? peer_at(window, messages + at, host) : 0;
+  u64 mine = __any_sync(~0u, host >= 0 && !near_by) ? peer_at(window, sent + at, rank) : 0;
   auto header = [&](u64 message) {
     if (lane() == 0) *(u64*)message = tagged(1, u32(epoch));
-    if (lane() < num_topk) ((int*)message)[2 + lane()] = row;
+    if (lane() >= num_topk) return;
+    ((int*)message)[2 + lane()] = row;
+    for (int w = 1; w < words; ++w)   // id and weight: block_pairs
+      ((int*)message)[2 + w * num_topk + lane()] = block_rows(num_experts)[(w * (end - first) + token - first) * num_topk + lane()];
   };
   if (mine) header(mine);
   for (u32 left = __ballot_sync(~0u, near_by); left; left &= left - 1) header(__shfl_sync(~0u, to, __ffs(left) - 1));
-  spread_row<true>(tokens + token * row_bytes, to ? to + header_bytes : 0, mine ? mine + header_bytes : 0, int(row_bytes / 16));
-  if (!puts) return 0;
+  return {host, to, mine};
+}
+INLINE void put_message(i64 comm, i64 window, Message m, i64 sent, i64 messages, i64 token, i64 message_bytes, i64 put_bytes, i64 contexts) {
+  if (!m.mine) return;
+  i64 at = token * message_bytes;
   net_release();
-  if (far) gin_put(comm, window, host, token % contexts, messages + at, sent + at, header_bytes + row_bytes);
+  if (m.host >= 0 && !m.to) gin_put(comm, window, m.host, token % contexts, messages + at, window, sent + at, put_bytes);
   __syncwarp();
+}
+OP ep_ll_net_send_member_row(i64 comm, i64 window, i64 sent, i64 messages, i64 tokens, i64 scales, i64 token, i64 first, i64 end, i64 num_topk,
+                             i64 num_experts, i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 scale_bytes, i64 words, i64 header_bytes,
+                             i64 message_bytes, i64 rank, i64 team_size, i64 contexts, i64 epoch) {
+  Message m = begin_message(window, sent, messages, token, first, end, num_topk, num_experts, num_ranks, plane_rows, words, message_bytes, rank,
+                            team_size, epoch);
+  spread_row<true>(tokens + token * row_bytes, past(m.to, header_bytes), past(m.mine, header_bytes), int(row_bytes / 16));
+  if (scale_bytes)
+    spread_row<true>(scales + token * scale_bytes, past(m.to, header_bytes + row_bytes), past(m.mine, header_bytes + row_bytes), int(scale_bytes / 16));
+  put_message(comm, window, m, sent, messages, token, message_bytes, header_bytes + row_bytes + scale_bytes, contexts);
+  return 0;
+}
+OP ep_ll_net_send_made_row(i64 comm, i64 window, i64 sent, i64 messages, i64 token, i64 first, i64 end, i64 num_topk, i64 num_experts, i64 num_ranks,
+                           i64 plane_rows, i64 words, i64 header_bytes, i64 put_bytes, i64 message_bytes, i64 rank, i64 team_size, i64 contexts,
+                           i64 epoch) {
+  Message m = begin_message(window, sent, messages, token, first, end, num_topk, num_experts, num_ranks, plane_rows, words, message_bytes, rank,
+                            team_size, epoch);
+  u64 made = peer_at(window, sent + token * message_bytes + header_bytes, rank);
+  spread_row<false>(made, past(m.to, header_bytes), 0, int((put_bytes - header_bytes) / 16));
+  put_message(comm, window, m, sent, messages, token, message_bytes, put_bytes, contexts);
+  return 0;
+}
+OP ep_ll_net_keep_routes(i64 table, i64 token, i64 first, i64 num_topk, i64 num_ranks) {
+  if (lane() < num_topk) ((int*)table)[token * num_topk + lane()] = block_row(token, first, num_topk, num_ranks);
   return 0;
 }
 OP ep_ll_net_signal_members(i64 comm, i64 rank, i64 num_ranks, i64 team_size, i64 context, i64 mask) {
@@ -243,8 +276,31 @@ OP ep_ll_net_count_messages(i64 window, i64 messages, i64 most, i64 num_topk, i6
   }
   return 0;
 }
-OP ep_ll_net_return_member_rows(i64 comm, i64 window, i64 slot, i64 returned, i64 remote, i64 source, i64 token, i64 most, i64 num_topk, i64 row_bytes,
-                                i64 returned_bytes, i64 rank, i64 team_size, i64 contexts) {
+OP ep_ll_net_count_member_rows(i64 window, i64 messages, i64 slot_ids, i64 most, i64 num_topk, i64 num_ranks, i64 plane_rows, i64 message_bytes,
+                               i64 rank, i64 mask, i64 epoch, i64 src_rank_counters) {
+  if (blockIdx.x != gridDim.x - 1) return 0;
+  u32* count = total_rows();
+  int plane = int(plane_rows), tokens = int(most);
+  __syncthreads();
+  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) count[r] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < int(num_ranks) * tokens; i += blockDim.x) {
+    int source = i / tokens;
+    u64 message = peer_at(window, messages + i * message_bytes, rank);
+    if ((mask >> source & 1) || *(const u64*)message != tagged(1, u32(epoch))) continue;
+    for (int k = 0; k < num_topk; ++k) {
+      int row = ((const int*)message)[2 + k];
+      if (row >= 0 && row / plane == rank) atomicAdd(&count[source], 1u);
+    }
+  }
+  __syncthreads();
+  for (int r = threadIdx.x; r < num_ranks; r += blockDim.x) ((int*)src_rank_counters)[r] = int(count[r]);
+  clear_ids(window, slot_ids, rank, num_ranks, num_topk, plane_rows);
+  __syncthreads();
+  return 0;
+}
+OP ep_ll_net_return_member_rows(i64 comm, i64 rows_window, i64 slot, i64 window, i64 returned, i64 remote, i64 source, i64 token, i64 most,
+                                i64 num_topk, i64 row_bytes, i64 put_bytes, i64 returned_bytes, i64 rank, i64 team_size, i64 contexts) {
   int place = lane() < num_topk ? ((const int*)remote)[(source * most + token) * num_topk + lane()] : -1;
   u32 live = __ballot_sync(~0u, place >= 0);
   if (!live) return 0;
@@ -252,22 +308,27 @@ OP ep_ll_net_return_member_rows(i64 comm, i64 window, i64 slot, i64 returned, i6
   if (of_team(int(source), rank, team_size)) {
     for (; live; live &= live - 1) {
       int k = __ffs(live) - 1;
-      u64 from = peer_at(window, slot + __shfl_sync(~0u, place, k) * row_bytes, rank), to = peer_at(window, target + k * row_bytes, source);
-      spread_row<false>(from, 0, to, int(row_bytes / 16));
+      u64 from = peer_at(rows_window, slot + __shfl_sync(~0u, place, k) * row_bytes, rank), to = peer_at(window, target + k * row_bytes, source);
+      spread_row<false>(from, 0, to, int(put_bytes / 16));
     }
     return 0;
   }
   net_release();
-  if (place >= 0) gin_put(comm, window, source, token % contexts, target + lane() * row_bytes, slot + i64(place) * row_bytes, row_bytes);
+  if (place >= 0)
+    gin_put(comm, window, source, token % contexts, target + lane() * row_bytes, rows_window, slot + i64(place) * row_bytes, put_bytes);
   __syncwarp();
   return 0;
+}
+INLINE u64 row_back(i64 window, i64 returned, i64 returned_bytes, int row, i64 token, i64 num_topk, i64 num_experts, i64 num_ranks, i64 plane_rows,
+                    i64 row_bytes, i64 rank, i64 mask) {   // of lane k: what the host of its row sent back, 0 for none
+  int host = host_of(row, num_experts, num_ranks, plane_rows);
+  bool kept = host >= 0 && !(mask >> host & 1);
+  return kept ? peer_at(window, returned + host * returned_bytes + (token * num_topk + lane()) * row_bytes, rank) : 0;
 }
 OP ep_ll_net_gather_member_row(i64 window, i64 returned, i64 returned_bytes, i64 table, i64 weights, i64 out, i64 token, i64 num_topk,
                                i64 num_experts, i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 token_type, i64 rank, i64 mask) {
   Routing my = load_routing(table, weights, token, num_topk);
-  int host = host_of(my.row, num_experts, num_ranks, plane_rows);
-  bool kept = host >= 0 && !(mask >> host & 1);
-  u64 mine = kept ? peer_at(window, returned + host * returned_bytes + (token * num_topk + lane()) * row_bytes, rank) : 0;
+  u64 mine = row_back(window, returned, returned_bytes, my.row, token, num_topk, num_experts, num_ranks, plane_rows, row_bytes, rank, mask);
   u32 live = __ballot_sync(~0u, mine != 0);
   u64 to = out + token * row_bytes;
   int end = int(row_bytes / 16);
@@ -275,4 +336,18 @@ OP ep_ll_net_gather_member_row(i64 window, i64 returned, i64 returned_bytes, i64
   else if (token_type == 1) gather<1>(mine, my.weight, live, to, 0, end);
   else gather<2>(mine, my.weight, live, to, 0, end);
   return 0;
+}
+OP ep_ll_net_sum_member_row(i64 window, i64 returned, i64 returned_bytes, i64 table, i64 out, i64 token, i64 num_topk, i64 num_ranks, i64 plane_rows,
+                            i64 row_bytes, i64 token_type, i64 rank, i64 mask) {
+  int row = lane() < num_topk ? ((const int*)table)[token * num_topk + lane()] : -1;
+  u64 mine = row_back(window, returned, returned_bytes, row, token, num_topk, num_ranks, num_ranks, plane_rows, row_bytes, rank, mask);
+  sum_rows(mine, out + token * row_bytes, token_type, 0, int(row_bytes / 16));
+  return 0;
+}
+OP ep_ll_net_sum_packed_member_row(i64 window, i64 returned, i64 returned_bytes, i64 table, i64 weights, i64 out, i64 token, i64 num_topk,
+                                   i64 num_experts, i64 num_ranks, i64 plane_rows, i64 row_bytes, i64 rank, i64 mask) {
+  i64 at = token * num_topk + lane();
+  int row = lane() < num_topk ? ((const int*)table)[at] : -1;
+  u64 mine = row_back(window, returned, returned_bytes, row, token, num_topk, num_experts, num_ranks, plane_rows, row_bytes, rank, mask);
+  return sum_packed(mine, weights, at, out + token * row_bytes, row_bytes, 0, row_bytes / 1024);
 }

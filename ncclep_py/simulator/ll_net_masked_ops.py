@@ -12,6 +12,7 @@ from ncclep_py.simulator.call import Access, Call
 from ncclep_py.simulator.ht_net_ops import _head, _head_words, _local, _network, _team
 from ncclep_py.simulator.ll_net_ops import _networked, _of_token
 from ncclep_py.simulator.mask_ops import await_outcome
+from ncclep_py.simulator.recipe_ops import PACKED_STRETCH, unpack_nvfp4
 from ncclep_py.simulator.routing_ops import _read_rows, _read_weights
 from ncclep_py.simulator.rows import fma, pack, unpack
 from ncclep_py.simulator.task import Task
@@ -179,38 +180,92 @@ def ll_net_await_view(call: Call, task: Task, outcome: int, epoch: int, timeout:
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------------------
-def ll_net_send_member_row(call: Call, task: Task, comm: int, window: int, sent: int, messages: int, tokens: int, token: int, first: int,
-                           num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, header_bytes: int, message_bytes: int,
-                           rank: int, team_size: int, contexts: int, epoch: int) -> int:
+def _header(call: Call, task: Task, token: int, first: int, num_topk: int, words: int, header_bytes: int, epoch: int) -> np.ndarray:
+    """The first bytes of a token's message."""
+    header = np.zeros(header_bytes, np.uint8)
+    header[:8].view(np.uint64)[0] = 1 << 32 | epoch
+    fields = header[8:8 + 4 * words * num_topk].reshape(words, 4 * num_topk)
+    fields[0] = _of_token(call, task, token, first, num_topk).astype(np.int32).view(np.uint8)
+    if words == 3:
+        for i, name in ((1, "ids"), (2, "weights")):
+            call.cell(task, name).read(task)
+            fields[i] = np.asarray(task.block.values[name][token - first], np.int32 if i == 1 else np.uint8).view(np.uint8)
+    return header
+
+
+def _hosts(call: Call, task: Task, token: int, first: int, num_topk: int, rows_per_rank: int) -> list[int]:
+    """Ranks that want a token."""
+    return sorted({row // rows_per_rank for row in _of_token(call, task, token, first, num_topk).tolist() if row >= 0})
+
+
+def ll_net_send_member_row(call: Call, task: Task, comm: int, window: int, sent: int, messages: int, tokens: int, scales: int, token: int, first: int,
+                           end: int, num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, scale_bytes: int, words: int,
+                           header_bytes: int, message_bytes: int, rank: int, team_size: int, contexts: int, epoch: int) -> int:
     """A token's message to all ranks that want it."""
     at, team = token * message_bytes, _team(rank, team_size)
-    message = np.zeros(header_bytes + row_bytes, np.uint8)
-    hosts: list[int] = []
+    hosts = _hosts(call, task, token, first, num_topk, num_experts // num_ranks * plane_rows)
+    parts = [_header(call, task, token, first, num_topk, words, header_bytes, epoch)]
 
     def load(access: Access) -> None:
-        rows = _of_token(call, task, token, first, num_topk)
-        hosts.extend(sorted({row // (num_experts // num_ranks * plane_rows) for row in rows.tolist() if row >= 0}))
-        message[:8].view(np.uint64)[0] = 1 << 32 | epoch
-        message[8:8 + 4 * num_topk] = rows.astype(np.int32).view(np.uint8)
-        message[header_bytes:] = access.read(tokens + token * row_bytes, row_bytes)
+        begin, size = {"tokens": (tokens, row_bytes), "scales": (scales, scale_bytes)}[access.effect.noun]
+        if size:
+            parts.append(access.read(begin + token * size, size).copy())
 
     def stage(access: Access) -> None:
         if any(h not in team for h in hosts):
-            access.write(_local(call, task, window, sent + at), message)
+            access.write(_local(call, task, window, sent + at), np.concatenate(parts))
 
     def store(access: Access) -> None:
         for peer in hosts:
             if peer in team:
-                access.write(call.sim.peer_address(task, window, messages + at, peer), message)
+                access.write(call.sim.peer_address(task, window, messages + at, peer), np.concatenate(parts))
                 call.scheduler.split()
 
     def net(access: Access) -> None:
         for peer in hosts:
             if peer not in team:
-                _network(call, comm).put(task, window, peer, token % contexts, messages + at, sent + at, header_bytes + row_bytes)
+                _network(call, comm).put(task, window, peer, token % contexts, messages + at, sent + at, sum(map(len, parts)))
                 call.scheduler.split()
 
-    return call.perform(task, (), {"tokens": load, "sent": stage, "staging": store, "net": net})
+    return call.perform(task, (), {"tokens": load, "scales": load, "sent": stage, "staging": store, "net": net})
+
+
+def ll_net_send_made_row(call: Call, task: Task, comm: int, window: int, sent: int, messages: int, token: int, first: int, end: int, num_topk: int,
+                         num_experts: int, num_ranks: int, plane_rows: int, words: int, header_bytes: int, put_bytes: int, message_bytes: int,
+                         rank: int, team_size: int, contexts: int, epoch: int) -> int:
+    """The same, of a message whose rows stand there already."""
+    at, team = token * message_bytes, _team(rank, team_size)
+    hosts = _hosts(call, task, token, first, num_topk, num_experts // num_ranks * plane_rows)
+    header = _header(call, task, token, first, num_topk, words, header_bytes, epoch)
+    made = np.zeros(0, np.uint8)
+
+    def sent_row(access: Access) -> None:
+        nonlocal made
+        if access.effect.kind == "ld":
+            if any(h in team for h in hosts):
+                made = access.read(_local(call, task, window, sent + at + header_bytes), put_bytes - header_bytes).copy()
+        elif any(h not in team for h in hosts):
+            access.write(_local(call, task, window, sent + at), header)
+
+    def store(access: Access) -> None:
+        for peer in hosts:
+            if peer in team:
+                access.write(call.sim.peer_address(task, window, messages + at, peer), np.concatenate([header, made]))
+                call.scheduler.split()
+
+    def net(access: Access) -> None:
+        for peer in hosts:
+            if peer not in team:
+                _network(call, comm).put(task, window, peer, token % contexts, messages + at, sent + at, put_bytes)
+                call.scheduler.split()
+
+    return call.perform(task, (), {"sent": sent_row, "staging": store, "net": net})
+
+
+def ll_net_keep_routes(call: Call, task: Task, table: int, token: int, first: int, num_topk: int, num_ranks: int) -> int:
+    """A token's rows."""
+    rows = _of_token(call, task, token, first, num_topk)
+    return call.perform(task, (), {"table": lambda a: a.write(table + 4 * token * num_topk, rows.view(np.uint8))})
 
 
 def ll_net_signal_members(call: Call, task: Task, comm: int, rank: int, num_ranks: int, team_size: int, context: int, mask: int) -> int:
@@ -447,8 +502,40 @@ def ll_net_count_messages(call: Call, task: Task, window: int, messages: int, mo
     return call.perform(task, given, {"staging": count, "expert_counters": store})
 
 
-def ll_net_return_member_rows(call: Call, task: Task, comm: int, window: int, slot: int, returned: int, remote: int, source: int, token: int,
-                              most: int, num_topk: int, row_bytes: int, returned_bytes: int, rank: int, team_size: int, contexts: int) -> int:
+def ll_net_count_member_rows(call: Call, task: Task, window: int, messages: int, slot_ids: int, most: int, num_topk: int, num_ranks: int,
+                             plane_rows: int, message_bytes: int, rank: int, mask: int, epoch: int, src_rank_counters: int) -> int:
+    """Rows of each member, and -1 in unused ids."""
+    launch, values, capacity = task.block.launch, task.block.values, plane_rows // num_ranks
+    if task.block.index != launch.blocks - 1:
+        return 0
+    if values.get("counted") != epoch:
+        values["counted"], values["total"] = epoch, np.zeros(num_ranks, np.int64)   # the same memory
+
+    def count(access: Access) -> None:
+        for i in range(task.warp, num_ranks * most, launch.warps):
+            if mask >> i // most & 1:
+                continue
+            header = access.read(_local(call, task, window, messages + i * message_bytes), 8 + 4 * num_topk)
+            if int(header[:8].view(np.uint64)[0]) == 1 << 32 | epoch:
+                call.cell(task, "total").write(task, atomic=True)
+                values["total"][i // most] += int((header[8:].view(np.int32) // plane_rows == rank).any())
+
+    def store(access: Access) -> None:
+        call.cell(task, "total").read(task)
+        for source in range(task.warp, num_ranks, launch.warps):
+            access.write(src_rank_counters + 4 * source, np.array([values["total"][source]], np.int32).view(np.uint8))
+
+    def fill(access: Access) -> None:
+        for source, rows in enumerate(values["total"].tolist()):   # rows of every source over all warps
+            for row in range(rows + (task.warp - rows) % launch.warps, capacity, launch.warps):
+                access.write(_local(call, task, window, slot_ids + 4 * num_topk * (source * capacity + row)), np.full(4 * num_topk, 0xFF, np.uint8))
+
+    given = (window, messages, slot_ids, most, num_topk, num_ranks, plane_rows, message_bytes, rank, mask, epoch, src_rank_counters)
+    return call.perform(task, given, {"staging": count, "src_rank_counters": store, "slot_ids": fill})
+
+
+def ll_net_return_member_rows(call: Call, task: Task, comm: int, rows_window: int, slot: int, window: int, returned: int, remote: int,
+                              source: int, token: int, most: int, num_topk: int, row_bytes: int, put_bytes: int, returned_bytes: int, rank: int, team_size: int, contexts: int) -> int:
     """A received token's rows back to its source."""
     places: list[int] = []
     near_by = source in _team(rank, team_size)
@@ -460,7 +547,7 @@ def ll_net_return_member_rows(call: Call, task: Task, comm: int, window: int, sl
     def fetch(access: Access) -> None:
         for k, place in enumerate(places):
             if place >= 0 and near_by:
-                held[k] = access.read(_local(call, task, window, slot + place * row_bytes), row_bytes).copy()
+                held[k] = access.read(_local(call, task, rows_window, slot + place * row_bytes), put_bytes).copy()
 
     def store(access: Access) -> None:
         for k, row in held.items():
@@ -470,31 +557,36 @@ def ll_net_return_member_rows(call: Call, task: Task, comm: int, window: int, sl
     def net(access: Access) -> None:
         for k, place in enumerate(places):
             if place >= 0 and not near_by:
-                _network(call, comm).put(task, window, source, token % contexts, target(k), slot + place * row_bytes, row_bytes)
+                _network(call, comm).put(task, window, source, token % contexts, target(k), slot + place * row_bytes, put_bytes,
+                                         rows_window)
                 call.scheduler.split()
 
     return call.perform(task, (), {"remote": lambda a: places.extend(_read_rows(a, remote + 4 * source * most * num_topk, token, num_topk)),
                                    "slot": fetch, "staging": store, "net": net})
 
 
+def _rows_back(call: Call, task: Task, access: Access, window: int, returned: int, returned_bytes: int, rows: list[int], token: int,
+               rows_per_rank: int, row_bytes: int, mask: int, size: int) -> dict[int, np.ndarray]:
+    """First bytes of what members sent back, by k."""
+    return {k: access.read(_local(call, task, window, returned + row // rows_per_rank * returned_bytes + (token * len(rows) + k) * row_bytes),
+                           size).copy()
+            for k, row in enumerate(rows) if row >= 0 and not mask >> row // rows_per_rank & 1}
+
+
 def ll_net_gather_member_row(call: Call, task: Task, window: int, returned: int, returned_bytes: int, table: int, weights: int, out: int, token: int,
                              num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, token_type: int, rank: int,
                              mask: int) -> int:
     """A combined row of what members sent back."""
-    rows_per_rank = num_experts // num_ranks * plane_rows
     rows: list[int] = []
     pieces: dict[int, np.ndarray] = {}
-    scale = np.zeros(0, np.float32)
+    scale = np.ones(num_topk, np.float32)
 
     def read_weights(access: Access) -> None:
-        nonlocal scale
-        scale = _read_weights(access, weights, token, num_topk)
+        scale[:] = _read_weights(access, weights, token, num_topk)
 
     def take(access: Access) -> None:
-        for k, row in enumerate(rows):
-            if row >= 0 and not mask >> row // rows_per_rank & 1:
-                at = returned + row // rows_per_rank * returned_bytes + (token * num_topk + k) * row_bytes
-                pieces[k] = access.read(_local(call, task, window, at), row_bytes).copy()
+        pieces.update(_rows_back(call, task, access, window, returned, returned_bytes, rows, token, num_experts // num_ranks * plane_rows, row_bytes,
+                                 mask, row_bytes))
 
     def add(access: Access) -> None:
         total = np.zeros(row_bytes // (4 if token_type == 2 else 2), np.float32)
@@ -503,4 +595,39 @@ def ll_net_gather_member_row(call: Call, task: Task, window: int, returned: int,
         access.write(out + token * row_bytes, pack(total, token_type))
 
     return call.perform(task, (), {"table": lambda a: rows.extend(_read_rows(a, table, token, num_topk)), "weights": read_weights, "returned": take,
+                                   "out": add})
+
+
+def ll_net_sum_member_row(call: Call, task: Task, window: int, returned: int, returned_bytes: int, table: int, out: int, token: int, num_topk: int,
+                          num_ranks: int, plane_rows: int, row_bytes: int, token_type: int, rank: int, mask: int) -> int:
+    """The same of RANK_MAJOR."""
+    return ll_net_gather_member_row(call, task, window, returned, returned_bytes, table, 0, out, token, num_topk, num_ranks, num_ranks, plane_rows,
+                                    row_bytes, token_type, rank, mask)
+
+
+def ll_net_sum_packed_member_row(call: Call, task: Task, window: int, returned: int, returned_bytes: int, table: int, weights: int, out: int,
+                                 token: int, num_topk: int, num_experts: int, num_ranks: int, plane_rows: int, row_bytes: int, rank: int,
+                                 mask: int) -> int:
+    """A combined row of packed rows that members sent back."""
+    size = row_bytes // 1024 * PACKED_STRETCH
+    rows: list[int] = []
+    parts: dict[int, np.ndarray] = {}
+    w = np.ones(num_topk, np.float32)
+
+    def take(access: Access) -> None:
+        parts.update(_rows_back(call, task, access, window, returned, returned_bytes, rows, token, num_experts // num_ranks * plane_rows, row_bytes,
+                                mask, size + 4))
+
+    def read_weights(access: Access) -> None:
+        if weights:
+            w[:] = _read_weights(access, weights, token, num_topk)
+
+    def add(access: Access) -> None:
+        total = np.zeros(row_bytes // 2, np.float32)
+        for k in sorted(parts):
+            q, factors = unpack_nvfp4(parts[k][:size], parts[k][size:].copy().view(np.float32)[0])
+            total = fma(q, np.repeat(factors * w[k], 16), total)
+        access.write(out + token * row_bytes, pack(total, 0))
+
+    return call.perform(task, (), {"table": lambda a: rows.extend(_read_rows(a, table, token, num_topk)), "returned": take, "weights": read_weights,
                                    "out": add})

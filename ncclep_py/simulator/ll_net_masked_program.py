@@ -1,4 +1,4 @@
-"""`MaskedProgram` over several teams, for tests. See ``program``."""
+"""`MaskedProgram` over several teams, for tests, and the same for RANK_MAJOR. See ``program``."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ncclep_py.config import GroupConfig
-from ncclep_py.kernels import ll_net_masked_combine, ll_net_masked_dispatch
+from ncclep_py.kernels import ll_net_masked_combine, ll_net_masked_dispatch, ll_net_masked_rank_major_dispatch
 from ncclep_py.kernels.ll_net_masked_shape import LLNetMaskedShape
 from ncclep_py.kernels.shape import PLAIN, KernelShape
 from ncclep_py.simulator.engine import Simulator
-from ncclep_py.simulator.masked_program import MaskedProgram
+from ncclep_py.simulator.masked_program import MaskedProgram, MaskedRankMajorProgram
 from ncclep_py.simulator.network import Network
 
-__all__ = ["LLNetMaskedProgram"]
+__all__ = ["LLNetMaskedProgram", "LLNetMaskedRankMajorProgram"]
 
 
 class LLNetMaskedProgram(MaskedProgram):
     """Members of every operation must agree, and have what the oracle of one team says under their mask."""
 
     shape: LLNetMaskedShape
+    dispatches: Any = ll_net_masked_dispatch
+    make_dispatch_kernel: Any = staticmethod(ll_net_masked_dispatch.make_ll_net_masked_dispatch)
 
     def __init__(self, sim: Simulator, config: GroupConfig, num_tokens: Sequence[int], team_size: int, *,
-                 make_dispatch: Callable = ll_net_masked_dispatch.make_ll_net_masked_dispatch,
+                 make_dispatch: Callable | None = None,
                  make_combine: Callable = ll_net_masked_combine.make_ll_net_masked_combine, **more: Any) -> None:
         """As `MaskedProgram`."""
         self.team_size, self.wire = team_size, PLAIN
         self.network = Network(sim, team_size, min(config.max_dispatch_tokens_per_rank, 4))
-        super().__init__(sim, config, num_tokens, make_dispatch=make_dispatch, make_combine=make_combine, **more)
-        self.parameters = {"dispatch": ll_net_masked_dispatch.PARAMETERS, "combine": ll_net_masked_combine.PARAMETERS}
+        super().__init__(sim, config, num_tokens, make_dispatch=make_dispatch or self.make_dispatch_kernel, make_combine=make_combine, **more)
+        self.parameters = {"dispatch": self.dispatches.PARAMETERS, "combine": ll_net_masked_combine.PARAMETERS}
 
     def make_shape(self, shape: KernelShape) -> LLNetMaskedShape:
         return LLNetMaskedShape.over(shape, self.config, self.team_size)
@@ -50,5 +52,12 @@ class LLNetMaskedProgram(MaskedProgram):
                        **tensors: object) -> None:
         net = self.shape.net
         given = {"comm": self.network.number, "remote": self.local[rank].ctypes.data + net.slot_remote(slot), "rows_valid": 1,
-                 "messages": net.slot_messages(slot)} | more
+                 "messages": net.slot_messages(slot), "tags": net.tags} | more
         super()._launch_signed(kind, rank, slot, handle, status, signature, given, **tensors)
+
+
+class LLNetMaskedRankMajorProgram(LLNetMaskedProgram, MaskedRankMajorProgram):
+    """`MaskedRankMajorProgram` over teams."""
+
+    dispatches = ll_net_masked_rank_major_dispatch
+    make_dispatch_kernel = staticmethod(ll_net_masked_rank_major_dispatch.make_ll_net_masked_rank_major_dispatch)
