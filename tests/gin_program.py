@@ -14,7 +14,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from ncclep_py import (  # noqa: E402
     DispatchOutputs,
     DispatchQuant,
     EpError,
+    EpMaskedError,
     EpPeerError,
     EpTimeoutError,
     Group,
@@ -46,10 +47,11 @@ from ncclep_py import (  # noqa: E402
 )
 from ncclep_py import reference as ref  # noqa: E402
 from ncclep_py.kernels.shape import Wire  # noqa: E402
+from ncclep_py.simulator import Faults  # noqa: E402
 from ncclep_py.testing import bits_equal, first_difference, random_routing, stamped_tokens, weights_like  # noqa: E402
 from ncclep_py.topology import Topology  # noqa: E402
 
-SECONDS, LOST_SECONDS = 60, 8
+SECONDS, LOST_SECONDS, MASK_SECONDS = 60, 8, 2
 
 LOW = GroupConfig(num_experts=32, max_dispatch_tokens_per_rank=24, hidden=512, num_topk=4, max_num_sms=8, timeout_ns=SECONDS * 10**9)
 HIGH = GroupConfig(num_experts=32, max_dispatch_tokens_per_rank=80, hidden=512, num_topk=4, max_num_sms=8, timeout_ns=SECONDS * 10**9,
@@ -58,6 +60,7 @@ DROPPING = GroupConfig(num_experts=32, max_dispatch_tokens_per_rank=80, hidden=5
                        algorithm=Algorithm.HIGH_THROUGHPUT, max_recv_tokens_per_rank=100, overflow_policy=OverflowPolicy.DROP)
 IN_FLIGHT = dataclasses.replace(LOW, num_slots=2, num_staging_slots=4)
 """Two micro-batches in flight."""
+MASKED = dataclasses.replace(LOW, enable_mask=True, timeout_ns=MASK_SECONDS * 10**9)
 BUDGETED = dataclasses.replace(HIGH, max_recv_tokens_per_rank=8 * 80)
 """What can be captured: as many rows as there may be."""
 WIRES = [Wire(512, 128), Wire(512, 16, True)]
@@ -89,26 +92,32 @@ def counts_of(ranks: int, most: int) -> list[int]:
 class Low:
     """Inputs of all ranks, and what dispatch and combine must give."""
 
-    def __init__(self, ranks: int, layout: Layout, seed: int) -> None:
+    def __init__(self, ranks: int, layout: Layout, seed: int, masked: Sequence[int] = (), lost: Sequence[int] = ()) -> None:
+        """`masked`: ranks masked out in dispatch, `lost`: in combine."""
         self.layout, self.counts, self.local = layout, counts_of(ranks, LOW.max_dispatch_tokens_per_rank), LOW.num_experts // ranks
         self.ids = [random_routing(r, n, LOW.num_topk, LOW.num_experts, seed=1000 * seed + 7, dropped=0.1) for r, n in enumerate(self.counts)]
         self.tokens = [stamped_tokens(r, n, LOW.hidden, torch.bfloat16, seed=seed) for r, n in enumerate(self.counts)]
         self.weights = [weights_like(i, seed=31 * seed + r) for r, i in enumerate(self.ids)]
-        sizes = {"num_experts": LOW.num_experts, "max_dispatch_tokens_per_rank": LOW.max_dispatch_tokens_per_rank}
+        sizes = {"num_experts": LOW.num_experts, "max_dispatch_tokens_per_rank": LOW.max_dispatch_tokens_per_rank, "masked": masked}
+        lost = lost or masked
         if layout is Layout.EXPERT_MAJOR:
             self.received: Any = ref.ll_expert_major_dispatch(self.tokens, self.ids, **sizes)
             self.made = [self.experts(w.tokens.clone(), r) for r, w in enumerate(self.received)]
-            self.combined = ref.ll_expert_major_combine(self.made, [w.rows for w in self.received], self.weights)
+            self.combined = ref.ll_expert_major_combine(self.made, [w.rows for w in self.received], self.weights, masked=lost)
         else:
             self.received = ref.ll_rank_major_dispatch(self.tokens, self.ids, self.weights, **sizes)
             self.made = [self.experts(w.tokens.clone(), r) for r, w in enumerate(self.received)]
-            self.combined = ref.ll_rank_major_combine(self.made, [w.rows for w in self.received])
+            self.combined = ref.ll_rank_major_combine(self.made, [w.rows for w in self.received], masked=lost)
 
     def experts(self, rows: torch.Tensor, rank: int) -> torch.Tensor:
         """A different, exact change of each plane, so that a wrong plane shows."""
         for plane in range(rows.shape[0]):
             rows[plane] *= (-1.0 if (rank + plane) % 2 else 1.0) * 2.0 ** (plane % 3)
         return rows
+
+    def check_combined(self, rank: int, out: Any) -> None:
+        """Every row, by bits."""
+        equal(out, self.combined[rank], f"rank {rank}, combined")
 
     def check_received(self, rank: int, got: Any) -> None:
         """Every valid row, with ids and weights where there are some."""
@@ -248,6 +257,104 @@ def low_windows(comm: Any, cases: list[Low]) -> None:
             equal(out, case.combined[rank], f"rank {rank}, step {step}, combined from a window")
 
 
+# ---- masks ---------------------------------------------------------------------------------------------------------------
+class Member:
+    """A rank of a group with masks, whose operations are waited for one by one; it may be missing in some."""
+
+    def __init__(self, comm: Any, group: Group) -> None:
+        self.comm, self.group, self.rank, self.out = comm, group, comm.rank, False
+        self.handles = {layout: group.create_handle(layout, num_topk=LOW.num_topk) for layout in LL_LAYOUTS.values()}
+        self.received: Any = None
+
+    def call(self, act: Callable[[], Any] | None) -> Any:
+        """One operation of the group, None: without this rank; `out` is set if the others went on without it."""
+        made = None
+        try:
+            if act is None:
+                self.comm.sit_out()
+            else:
+                made = act()
+                self.group.check()
+        except EpMaskedError:
+            self.out = True
+        self.comm.exchange(None)   # as `settle`
+        return made
+
+    def masked(self) -> list[int]:
+        """Ranks that this one goes on without."""
+        return [r for r, active in enumerate(self.group.mask_query().tolist()) if not active]
+
+    def dispatch(self, case: Low, away: bool = False) -> None:
+        """Send; the given tensors are on the device before."""
+        device = self.comm.device
+        ids, self.weights = case.ids[self.rank].to(device), case.weights[self.rank].to(device)
+        given = DispatchInputs(case.tokens[self.rank].to(device), self.weights if case.layout is Layout.RANK_MAJOR else None)
+        self.received = self.call(None if away or self.out else lambda: self.handles[case.layout].dispatch(given, topk_idx=ids))
+
+    def combine(self, case: Low, away: bool = False) -> torch.Tensor | None:
+        """Have experts change the rows, and bring them back."""
+        if not (away or self.out):
+            case.experts(self.received.tokens, self.rank)
+        return self.call(None if away or self.out else lambda: self.handles[case.layout].combine(self.received.tokens, topk_weights=self.weights))
+
+    def step(self, case: Low, away: bool = False) -> None:
+        """Both, compared with what the case says."""
+        self.dispatch(case, away)
+        if not (away or self.out):
+            case.check_received(self.rank, self.received)
+        out = self.combine(case, away)
+        if not (away or self.out):
+            case.check_combined(self.rank, out)
+
+
+def low_masked(comm: Any, ranks: int, missing: int, cases: dict[str, list[Low]]) -> None:
+    """A rank does not come: the others mask it and go on, in both layouts; when it comes it is told so, and so are they."""
+    group = Group.create(comm, MASKED)
+    me, away = Member(comm, group), comm.rank == missing
+    for case in cases["all"]:
+        me.step(case)
+    assert not me.masked() and not group.get_async_error()
+    for case in cases["masked"]:
+        me.step(case, away)
+    if not away:
+        assert me.masked() == [missing], f"rank {comm.rank}: masked {me.masked()}"
+        assert f"rank {missing} did not come in time" in str(group.async_error())
+        group.error_clear()
+    case = cases["masked"][0]
+    me.dispatch(case)   # the missing rank tries
+    assert me.out == away, f"rank {comm.rank}: {me.out}"
+    out = me.combine(case)
+    if not away:
+        case.check_combined(comm.rank, out)
+        assert isinstance(group.async_error(), EpMaskedError), "the rank that came late is not reported"
+
+
+def low_cut(comm: Any, ranks: int, team: int, silent: int, seeds: int = 6) -> None:
+    """The network of one rank falls silent (the plugin's doing): whoever is left agrees on who that is, and has the bits of that mask.
+
+    Views unite what any rank misses: if the silent rank has others in its team, which hear it and all others, both it and whom it misses are out.
+    """
+    group = Group.create(comm, MASKED)
+    me = Member(comm, group)
+    for seed in range(seeds):
+        for layout in LL_LAYOUTS.values():
+            case = Low(ranks, layout, seed)
+            me.dispatch(case)
+            there = me.masked()
+            if not me.out:
+                case = Low(ranks, layout, seed, there)
+                case.check_received(comm.rank, me.received)
+            out = me.combine(case)
+            if not me.out:
+                case = Low(ranks, layout, seed, there, me.masked())
+                equal(out, case.combined[comm.rank], f"rank {comm.rank}, combined under mask {me.masked()}")
+    left = {rank: masked for rank, (out, masked) in enumerate(comm.exchange((me.out, me.masked()))) if not out}
+    assert all(sorted({*range(ranks)} - {*masked}) == [r for r in left if left[r] == masked] for masked in left.values()), left
+    mates = {*range(silent // team * team, (silent // team + 1) * team)} if team > 1 else {*range(ranks)}
+    assert {*left} >= mates - {silent} and all(silent in masked for rank, masked in left.items() if rank != silent), left
+    sys.stdout.write(f"rank {comm.rank}: {'out' if me.out else f'goes on without {me.masked()}'}: {group.async_error()}\n")
+
+
 # ---- high throughput -----------------------------------------------------------------------------------------------------
 def high(comm: Any, cases: list[Case], combined: list[tuple[list[Any], list[Any]]]) -> None:
     """Training steps over several routings on one handle; `combined`: of each case, forward and backward results of all ranks."""
@@ -362,9 +469,13 @@ def lost(comm: Any, config: GroupConfig, layout: Layout, ranks: int) -> None:
 # ---- scenarios -----------------------------------------------------------------------------------------------------------
 LL_LAYOUTS = {"expert_major": Layout.EXPERT_MAJOR, "rank_major": Layout.RANK_MAJOR}
 HT_LAYOUTS = {"flat": Layout.FLAT, "expert_major": Layout.EXPERT_MAJOR}
-SCENARIOS = (*(f"ll_{name}" for name in LL_LAYOUTS), "ll_recipes", "ll_staged", "ll_windows", "ll_graph", "ll_lost",
+SCENARIOS = (*(f"ll_{name}" for name in LL_LAYOUTS), "ll_recipes", "ll_staged", "ll_windows", "ll_masked", "ll_graph", "ll_lost", "ll_masked_lost",
              *(f"ht_{name}" for name in HT_LAYOUTS), *(f"ht_{name}_drop" for name in HT_LAYOUTS), "ht_graph", "ht_lost")
-GPU_ONLY = ("ll_graph", "ht_graph", "ll_lost", "ht_lost")
+GPU_ONLY = ("ll_graph", "ht_graph", "ll_lost", "ht_lost", "ll_masked_lost")
+GONE = ("_lost", "_masked")
+"""Scenarios that end without some rank."""
+MISSING = 3
+"""The rank that does not come."""
 
 
 def program_of(scenario: str, ranks: int, team: int) -> Callable[[Any], None]:
@@ -382,6 +493,12 @@ def program_of(scenario: str, ranks: int, team: int) -> Callable[[Any], None]:
     if scenario == "ll_windows":
         cases = [Low(ranks, layout, seed) for seed in range(2) for layout in LL_LAYOUTS.values()]
         return lambda comm: low_windows(comm, cases)
+    if scenario == "ll_masked":
+        parts = {"all": [Low(ranks, layout, 1) for layout in LL_LAYOUTS.values()],
+                 "masked": [Low(ranks, layout, 2, [MISSING]) for layout in LL_LAYOUTS.values()]}
+        return lambda comm: low_masked(comm, ranks, MISSING, parts)
+    if scenario == "ll_masked_lost":
+        return lambda comm: low_cut(comm, ranks, team, int(os.environ["LOOPBACK_LOSE_RANK"]))
     if rest == "graph":
         return lambda comm: replays(comm, LOW if algorithm == "ll" else BUDGETED, one_layout, ranks, team)
     if rest == "lost":
@@ -420,16 +537,18 @@ def run(options: argparse.Namespace) -> int:
             program(comm)
             who = f"rank {comm.rank}: "
     else:
-        more = {"team_size": topology.team_size} if options.backend == "sim" and topology.num_teams > 1 else {}
+        more: dict[str, Any] = {"team_size": topology.team_size} if options.backend == "sim" and topology.num_teams > 1 else {}
+        if options.backend == "sim" and "masked" in options.scenario:
+            more["faults"] = Faults(timeouts=True, bounded=True)
         world = LocalWorld(ranks, options.backend, **more)
         told, who = [comm.topology for comm in world.communicators], ""
         world.run(program)
-        if not options.scenario.endswith("_lost"):
+        if not options.scenario.endswith(GONE):
             world.close()
     assert all(t == topology for t in told), f"NCCL made {told[0]}, {topology} was asked for (NCCL_LSA_TEAM_SIZE)"
     sys.stdout.write(f"{who}{options.scenario}: bitwise equal, {topology.num_teams} teams; {used_network(plugin)}\n")
     sys.stdout.flush()
-    if options.scenario.endswith("_lost"):
+    if options.scenario.endswith(GONE):
         os._exit(0)   # ranks are gone: nothing collective can end this
     return 0
 
@@ -440,12 +559,13 @@ def prepare(options: argparse.Namespace) -> int:
 
     for topology in (*(Topology(options.ranks, options.ranks // teams) for teams in options.teams), Topology(4, 2)):   # the last in processes
         jobs = [(LOW, layout, wires) for layout in LL_LAYOUTS.values() for wires in ([], WIRES)]
+        jobs += [(MASKED, layout, wires) for layout in LL_LAYOUTS.values() for wires in ([], WIRES)]
         jobs += [(IN_FLIGHT, layout, []) for layout in LL_LAYOUTS.values()]
         jobs += [(config, layout, []) for config in (HIGH, DROPPING) for layout in HT_LAYOUTS.values()]
         jobs += [(BUDGETED, Layout.FLAT, [])]
         for config, layout, wires in jobs:   # one at a time: what is not built for several teams must not keep the rest away
             what = f"{topology.num_ranks} ranks in {topology.num_teams} teams, {config.algorithm.name} {layout.name}{' with recipes' * bool(wires)}"
-            what += " in flight" * bool(config.num_staging_slots)
+            what += " in flight" * bool(config.num_staging_slots) + " with masks" * config.enable_mask
             try:
                 made = build(config, topology, options.arch.split(","), options.out, layouts=[layout], wires=wires,
                              alignment=16 if config.algorithm is Algorithm.HIGH_THROUGHPUT else 0)

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from ncclep_py import LocalWorld
+from ncclep_py.simulator import Faults
+from ncclep_py.simulator.network import Network
 from ncclep_py.topology import Topology
 
 SIMULATED = ["ll_rank_major", "ll_recipes", "ll_staged", "ll_windows", "ht_expert_major_drop"]   # the others run below, or with two teams
@@ -22,6 +24,32 @@ def test_two_teams(scenario):
     with LocalWorld(4, "sim", team_size=2) as world:
         assert world.communicators[0].topology == Topology(4, 2)
         world.run(gin_program.program_of(scenario, 4, 2))
+
+
+@pytest.mark.parametrize("team", [1, 2, 4])
+def test_masks(team):
+    more = {"team_size": team} if team < 4 else {}
+    with LocalWorld(4, "sim", faults=Faults(timeouts=True, bounded=True), **more) as world:
+        world.run(gin_program.program_of("ll_masked", 4, team))
+
+
+@pytest.mark.parametrize("after", [0, 15, 40, 100, 101, 300])
+@pytest.mark.parametrize("team", [1, 2])
+def test_a_network_that_falls_silent(monkeypatch, team, after):
+    """As the loopback plugin has it: what rank 1 puts and gets vanishes."""
+    issue = Network._issue
+
+    def cut(self, task, peer, *given, **more):
+        after_these[0] -= 1
+        if after_these[0] < 0:
+            self.lost |= {pair for other in range(4) if other // team != 1 // team for pair in ((1, other), (other, 1))}
+        issue(self, task, peer, *given, **more)
+
+    monkeypatch.setattr(Network, "_issue", cut)
+    monkeypatch.setenv("LOOPBACK_LOSE_RANK", "1")
+    after_these = [after]
+    with LocalWorld(4, "sim", faults=Faults(timeouts=True, bounded=True), team_size=team) as world:
+        world.run(gin_program.program_of("ll_masked_lost", 4, team))
 
 
 @pytest.mark.parametrize("scenario", ["ll_expert_major", "ll_rank_major", "ht_flat"])

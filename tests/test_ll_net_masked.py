@@ -135,7 +135,8 @@ def late(seed: int, program: type[LLNetMaskedProgram] | None = None, **how: Any)
     p.dispatched, ended = [d], p.ended[:]
     if isinstance(p, LLNetMaskedRankMajorProgram):
         weights, global_ids = p.weights[d.handle]
-        more: dict[str, Any] = {"topk_weights": torch.rand(d.topk_idx[who].shape), "src_rank_counters": d.counters[who], "global_ids": int(global_ids)}
+        more: dict[str, Any] = {"topk_weights": torch.rand(d.topk_idx[who].shape), "src_rank_counters": d.counters[who],
+                                "global_ids": int(global_ids)}
     else:
         weights, more = [], {"expert_counters": d.counters[who]}
     p._launch("dispatch", who, 0, d.handle, 0, tokens=d.tokens[who], topk_idx=d.topk_idx[who], **more)
@@ -304,7 +305,8 @@ ONLY = {
                                               "assign_ranks(topk_idx, IDX_BYTES, topk_weights, TOPK, EXPERTS, EXPERTS,")]},
     "combine": {"rows of masked ranks": [("PLANE_ROWS, ROW_BYTES, TYPE, rank,\n                               mask)",
                                           "PLANE_ROWS, ROW_BYTES, TYPE, rank,\n                               0)")],
-                "rows of masked ranks, RANK_MAJOR": [("RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank, mask)", "RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank, 0)")],
+                "rows of masked ranks, RANK_MAJOR": [("TOPK, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank, mask)",
+                                                       "TOPK, RANKS, PLANE_ROWS, ROW_BYTES, TYPE, rank, 0)")],
                 "rows go to masked ranks": [("if (mask >> (at // MOST)) & 1 == 0:", "if 1 == 1:")]},
 }
 MUTANTS = {f"{kernel}: {name}": (kernel, change) for kernel in MAKE for name, change in (KERNEL_MUTANTS | ONLY[kernel]).items()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_masking import LAYOUTS, TOPK, Rank, config
 
-from ncclep_py import CombineConfig, DispatchConfig, DispatchQuant, EpRefusedError, Group, Layout, LocalWorld
+from ncclep_py import CombineConfig, DispatchConfig, EpRefusedError, Group, Layout, LocalWorld
 from ncclep_py.errors import Code, EpMaskedError
 from ncclep_py.ll_net_masked_group import LLNetMaskedGroup
 from ncclep_py.simulator import Faults

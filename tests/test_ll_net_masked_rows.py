@@ -1,4 +1,4 @@
-"""Masks over several teams with recipes, NVFP4 combine and rows in windows of the caller, both layouts, in the simulator: with all ranks and without one."""
+"""Masks over several teams with recipes, NVFP4 combine and rows in user windows, both layouts, in the simulator: with all ranks and without one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,18 @@ from test_recipes import LAYOUTS as BOTH
 from test_recipes import Quantised, raw
 from test_zero_copy import Rank, config, from_everywhere_to_everywhere
 
-from ncclep_py import CombineInputs, CombineOutputs, DispatchInputs, DispatchOutputs, DispatchQuant, EpMaskedError, Group, GroupConfig, Layout, LocalWorld
+from ncclep_py import (
+    CombineInputs,
+    CombineOutputs,
+    DispatchInputs,
+    DispatchOutputs,
+    DispatchQuant,
+    EpMaskedError,
+    Group,
+    GroupConfig,
+    Layout,
+    LocalWorld,
+)
 from ncclep_py import reference as ref
 from ncclep_py.simulator import Faults
 from ncclep_py.testing import bits_equal, random_routing, stamped_tokens, weights_like
@@ -27,7 +38,8 @@ TEAMS = pytest.mark.parametrize("team", [1, 2])
 
 
 def run(program: Callable[[Any], Any], team: int, seed: int = 0) -> list[Any]:
-    with LocalWorld(RANKS, "sim", team_size=team, seed=seed, mode=("adversarial", "fair")[seed % 2], faults=Faults(timeouts=True, bounded=True)) as world:
+    faults = Faults(timeouts=True, bounded=True)
+    with LocalWorld(RANKS, "sim", team_size=team, seed=seed, mode=("adversarial", "fair")[seed % 2], faults=faults) as world:
         return world.run(program)
 
 

@@ -19,10 +19,13 @@ from ncclep_py.config import GroupConfig
 from ncclep_py.errors import Code
 from ncclep_py.kernels.ll_net_masked_combine import make_ll_net_masked_combine
 from ncclep_py.kernels.ll_net_masked_dispatch import make_ll_net_masked_dispatch
+from ncclep_py.kernels.ll_net_masked_rank_major_dispatch import make_ll_net_masked_rank_major_dispatch
+from ncclep_py.kernels.shape import PLAIN, Wire
 from ncclep_py.simulator import Simulator
-from ncclep_py.simulator.ll_net_masked_program import LLNetMaskedProgram
+from ncclep_py.simulator.ll_net_masked_program import LLNetMaskedProgram, LLNetMaskedRankMajorProgram
 
-FACTORIES = {"dispatch": make_ll_net_masked_dispatch, "combine": make_ll_net_masked_combine}
+PROGRAMS = {make_ll_net_masked_dispatch: LLNetMaskedProgram, make_ll_net_masked_rank_major_dispatch: LLNetMaskedRankMajorProgram}
+LAYOUTS = pytest.mark.parametrize("dispatch", PROGRAMS, ids=["expert_major", "rank_major"])
 TIMEOUT = 1_000_000
 """Nanoseconds, i.e. steps: all threads of 4 ranks take some 2000 steps to look at a word once."""
 
@@ -33,30 +36,47 @@ def machine(tmp_path_factory) -> Machine:
 
 
 def run(machine: Machine, tokens: Sequence[int], team: int, seed: int = 0, text: str = "D X C D X C", epoch: int = 1, blocks: int = 2,
-        dies: tuple[int, int, int] = (-1, 0, 0), differ: int = 0, **config: Any) -> LLNetMaskedProgram:
+        dies: tuple[int, int, int] = (-1, 0, 0), differ: int = 0, dispatch: Any = make_ll_net_masked_dispatch, wire: Wire = PLAIN,
+        **config: Any) -> LLNetMaskedProgram:
     settings = {"num_experts": 2 * len(tokens), "max_dispatch_tokens_per_rank": max(*tokens, 1), "hidden": 16, "num_topk": 2,
                 "timeout_ns": TIMEOUT} | config
     sim = Simulator(len(tokens), seed, "fair", blocks=blocks)
     sim.poison = False   # nobody tells it when a dispatch begins
-    p = LLNetMaskedProgram(sim, GroupConfig(**settings, enable_mask=True), tokens, team, seed=seed, epoch=epoch)
+    p = PROGRAMS[dispatch](sim, GroupConfig(**settings, enable_mask=True), tokens, team, seed=seed, epoch=epoch, wire=wire)
     if differ:
         p.local_word(0, p.words.mask)[:] = differ
-    p.play(text)
+    if wire is PLAIN:
+        p.play(text)
+    else:
+        p.dispatch_quantised(0)
+        p.dispatch_quantised(0)
     if dies[0] >= 0:
         sim.scheduler.dead.add(dies[0])
-    machine.run(sim, team, FACTORIES, [p.shape] * len(tokens), seed, dies=dies)
+    machine.run(sim, team, {"dispatch": dispatch, "combine": make_ll_net_masked_combine}, [p.shape] * len(tokens), seed, dies=dies)
     return p
 
 
+@LAYOUTS
 @pytest.mark.parametrize(("tokens", "team"), [((4, 2, 3, 4), 2), ((3, 4), 1), ((4, 1, 0, 2, 3, 4), 3)], ids=str)
-def test_without_faults(machine: Machine, tokens: tuple[int, ...], team: int) -> None:
+def test_without_faults(machine: Machine, tokens: tuple[int, ...], team: int, dispatch: Any) -> None:
     for seed in range(2):
-        run(machine, tokens, team, seed).check(everybody=True)
+        run(machine, tokens, team, seed, dispatch=dispatch).check(everybody=True)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("wire", [Wire(32, 64), Wire(512, 16, True)], ids=["forwarded", "quantised"])
+def test_recipes(machine: Machine, dispatch: Any, wire: Wire) -> None:
+    """Every received row and scale row is looked at."""
+    sizes: dict[str, Any] = {"hidden": 512, "max_token_bytes": 0} if wire.quantise else {"hidden": 16, "max_token_bytes": 96}
+    p = run(machine, (3, 1, 2, 3), 2, dispatch=dispatch, wire=wire, **sizes)
+    assert not any(p.record(rank) for rank in p.ranks)
 
 
 @pytest.mark.parametrize(("experts", "topk", "hidden", "blocks"), [(12, 4, 264, 3), (16, 3, 8, 5), (20, 3, 520, 1)])
 def test_shapes(machine: Machine, experts: int, topk: int, hidden: int, blocks: int) -> None:
-    run(machine, (9, 2, 12, 4), 2, 1, "D X C", blocks=blocks, num_experts=experts, num_topk=topk, hidden=hidden).check(everybody=True)
+    for dispatch in PROGRAMS:
+        p = run(machine, (9, 2, 12, 4), 2, 1, "D X C", blocks=blocks, num_experts=experts, num_topk=topk, hidden=hidden, dispatch=dispatch)
+        p.check(everybody=True)
 
 
 def test_epochs_wrap(machine: Machine) -> None:
@@ -68,7 +88,7 @@ def test_epochs_wrap(machine: Machine) -> None:
 def test_a_rank_that_stops_is_masked_by_all_alike(machine: Machine, seed: int, team: int) -> None:
     draw = random.Random(seed)
     dies = (seed % 4, draw.choice((0, 0, 2, 4, 4)), 0 if seed < 2 else draw.randrange(600_000))   # dispatch, between, combine
-    p = run(machine, (4, 2, 3, 4), team, seed, dies=dies)
+    p = run(machine, (4, 2, 3, 4), team, seed, dies=dies, dispatch=list(PROGRAMS)[seed // 4 % 2])
     p.check()
     assert {e.mask() for e in p.ended[2:] if e.what != p.ended[0].what} <= {0, 1 << dies[0]} and p.ended[-1].mask() == 1 << dies[0]
     survivors = [r for r in range(4) if r != dies[0]]

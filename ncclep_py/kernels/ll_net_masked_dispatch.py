@@ -84,8 +84,8 @@ def make_ll_net_masked_dispatch(shape: LLNetMaskedShape, ops: Vocabulary) -> Cal
                     while at < end:
                         if QUANTISE:
                             quantise_row(window, SENT_ROWS, SENT_SCALES, tokens, at, first, TOPK, EXPERTS, ROW_BYTES, ROUND, MESSAGE_BYTES, rank)
-                            send_made_row(comm, window, SENT, messages + rank * MOST * MESSAGE_BYTES, at, first, end, TOPK, EXPERTS, RANKS, PLANE_ROWS,
-                                          WORDS, HEADER_BYTES, PUT_BYTES, MESSAGE_BYTES, rank, TEAM, CONTEXTS, epoch)
+                            send_made_row(comm, window, SENT, messages + rank * MOST * MESSAGE_BYTES, at, first, end, TOPK, EXPERTS, RANKS,
+                                          PLANE_ROWS, WORDS, HEADER_BYTES, PUT_BYTES, MESSAGE_BYTES, rank, TEAM, CONTEXTS, epoch)
                         else:
                             send_row(comm, window, SENT, messages + rank * MOST * MESSAGE_BYTES, tokens, scales, at, first, end, TOPK, EXPERTS, RANKS,
                                      PLANE_ROWS, SENT_BYTES, SCALE_BYTES, WORDS, HEADER_BYTES, MESSAGE_BYTES, rank, TEAM, CONTEXTS, epoch)

@@ -31,7 +31,8 @@ def _wait(call: Call, task: Task, sources: Sequence[int], here: Callable[[int], 
           noun: str, waited: int = 0) -> list[int]:
     """Wait until `here` for all sources, or `stop`: those that did not come. One warp.
 
-    The model of ``ll_net_member_map``: a wait gives up only on ranks that died, or sleep between operations and have not `said` it before they did.
+    The model of ``ll_net_member_map``: a wait gives up only on ranks that died, or sleep between operations or
+    are cut off and have not `said` it before.
     """
     came: dict[int, int] = {}
     begun = call.scheduler.step
@@ -44,8 +45,9 @@ def _wait(call: Call, task: Task, sources: Sequence[int], here: Callable[[int], 
         return left
 
     def gone(s: int) -> bool:
-        stream, scheduler = call.sim.streams[s], call.scheduler
-        return s in scheduler.dead or (not stream.busy and (s in scheduler.stalled or not stream.queue) and not said(s))
+        stream, scheduler, network = call.sim.streams[s], call.scheduler, call.sim.network
+        cut = network is not None and (s, task.rank) in network.lost and not said(s)
+        return cut or s in scheduler.dead or (not stream.busy and (s in scheduler.stalled or not stream.queue) and not said(s))
 
     def describe() -> tuple[str, list[int]]:
         left = missing()
@@ -534,8 +536,9 @@ def ll_net_count_member_rows(call: Call, task: Task, window: int, messages: int,
     return call.perform(task, given, {"staging": count, "src_rank_counters": store, "slot_ids": fill})
 
 
-def ll_net_return_member_rows(call: Call, task: Task, comm: int, rows_window: int, slot: int, window: int, returned: int, remote: int,
-                              source: int, token: int, most: int, num_topk: int, row_bytes: int, put_bytes: int, returned_bytes: int, rank: int, team_size: int, contexts: int) -> int:
+def ll_net_return_member_rows(call: Call, task: Task, comm: int, rows_window: int, slot: int, window: int, returned: int, remote: int, source: int,
+                              token: int, most: int, num_topk: int, row_bytes: int, put_bytes: int, returned_bytes: int, rank: int, team_size: int,
+                              contexts: int) -> int:
     """A received token's rows back to its source."""
     places: list[int] = []
     near_by = source in _team(rank, team_size)

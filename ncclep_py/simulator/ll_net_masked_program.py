@@ -8,8 +8,9 @@ from typing import Any
 from ncclep_py.config import GroupConfig
 from ncclep_py.kernels import ll_net_masked_combine, ll_net_masked_dispatch, ll_net_masked_rank_major_dispatch
 from ncclep_py.kernels.ll_net_masked_shape import LLNetMaskedShape
-from ncclep_py.kernels.shape import PLAIN, KernelShape
+from ncclep_py.kernels.shape import PLAIN, KernelShape, Wire
 from ncclep_py.simulator.engine import Simulator
+from ncclep_py.simulator.ll_net_program import LLNetProgram
 from ncclep_py.simulator.masked_program import MaskedProgram, MaskedRankMajorProgram
 from ncclep_py.simulator.network import Network
 
@@ -24,10 +25,10 @@ class LLNetMaskedProgram(MaskedProgram):
     make_dispatch_kernel: Any = staticmethod(ll_net_masked_dispatch.make_ll_net_masked_dispatch)
 
     def __init__(self, sim: Simulator, config: GroupConfig, num_tokens: Sequence[int], team_size: int, *,
-                 make_dispatch: Callable | None = None,
+                 make_dispatch: Callable | None = None, wire: Wire = PLAIN,
                  make_combine: Callable = ll_net_masked_combine.make_ll_net_masked_combine, **more: Any) -> None:
-        """As `MaskedProgram`."""
-        self.team_size, self.wire = team_size, PLAIN
+        """As `MaskedProgram`; `wire`: rows of a recipe, dispatched by `dispatch_quantised` and not combined."""
+        self.team_size, self.wire = team_size, wire
         self.network = Network(sim, team_size, min(config.max_dispatch_tokens_per_rank, 4))
         super().__init__(sim, config, num_tokens, make_dispatch=make_dispatch or self.make_dispatch_kernel, make_combine=make_combine, **more)
         self.parameters = {"dispatch": self.dispatches.PARAMETERS, "combine": ll_net_masked_combine.PARAMETERS}
@@ -40,6 +41,8 @@ class LLNetMaskedProgram(MaskedProgram):
         net, more = shape.net, shape.members
         return (more.total_bytes, shape.window.regions() + net.regions() + more.regions(), more.local_bytes,
                 shape.local.regions() + net.local_regions() + more.local_regions())
+
+    dispatch_quantised, _bytes, _check_arrived = LLNetProgram.dispatch_quantised, LLNetProgram._bytes, LLNetProgram._check_arrived
 
     def check_agreement(self, everybody: bool = False) -> None:
         """As `MaskedProgram`, of the survivors: what a rank that died said last may have reached nobody."""
