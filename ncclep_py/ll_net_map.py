@@ -98,7 +98,7 @@ class LLNetMap:
         sent: window offset of ``[M]`` messages of mine: header, row, scale row.
         messages: window offset of ``[banks][R][M]`` messages received; a bank per payload slot with staging, else one.
         messages_bytes: distance of two banks, 0 if there is one.
-        returned: window offset of ``[M * K]`` rows that came back.
+        returned: window offset of ``[M * K]`` rows that came back; none with ``enable_mask``.
         total_bytes: size of the window.
         count: offset of COUNT, u64, in the local block; after it a second counter of blocks.
         remote: offset of ``[num_slots][R][M][K]`` int32 in the local block: row in the slot of each received (source, token, k), -1 for none.
@@ -143,10 +143,11 @@ class LLNetMap:
         messages = align(sent + tokens * message_bytes, SLOT_ALIGNMENT)
         bank = align(num_ranks * tokens * message_bytes, SLOT_ALIGNMENT)
         returned = messages + bank * (config.num_slots if window.num_staging else 1)
+        come_back = 0 if config.enable_mask else tokens * topk * window.row_bytes   # with masks: ll_net_member_map
         count = align(local.total_bytes, 128)
         remote, remote_bytes = count + 128, align(4 * num_ranks * tokens * topk, 128)
         return cls(num_ranks, team_size, tokens, min(tokens, MAX_CONTEXTS), tags, counts_sent, net_counts, header_bytes,
-                   routed_header_bytes, message_bytes, sent, messages, returned, align(returned + tokens * topk * window.row_bytes, SLOT_ALIGNMENT),
+                   routed_header_bytes, message_bytes, sent, messages, returned, align(returned + come_back, SLOT_ALIGNMENT),
                    count, remote, remote_bytes, remote + config.num_slots * remote_bytes, bank if window.num_staging else 0, window.num_staging)
 
     @property

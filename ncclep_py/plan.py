@@ -18,6 +18,7 @@ from ncclep_py.config import Algorithm, GroupConfig, Layout, TokenType
 from ncclep_py.cost_model import GROUP_CHUNKS, MACHINES, OURS, Cost, Machine, Workload, chunk_tokens, predict
 from ncclep_py.ht_memory_map import HTWindowMap, ht_local_map
 from ncclep_py.ht_net_map import HTNetMap
+from ncclep_py.ll_net_member_map import LLNetMemberMap
 from ncclep_py.memory_map import LocalMap, WindowMap
 from ncclep_py.topology import Topology
 
@@ -123,6 +124,13 @@ def network_map(config: GroupConfig, topology: Topology, chunk: int = 0) -> Any:
     return importlib.import_module("ncclep_py.ll_net_map").LLNetMap.build(config, ranks, size, *plans)
 
 
+def member_map(config: GroupConfig, topology: Topology) -> LLNetMemberMap | None:
+    """The byte plan of what masks add to that of several teams, None without."""
+    if not config.enable_mask or topology.num_teams == 1:
+        return None
+    return LLNetMemberMap.build(config, topology.num_ranks, network_map(config, topology))
+
+
 def device_needs(config: GroupConfig, topology: Topology) -> DeviceNeeds:
     """What the group's device communicator must provide."""
     if topology.num_teams == 1:
@@ -181,19 +189,21 @@ def make_plan(config: GroupConfig, topology: Topology, machine: Machine = MACHIN
     several = topology.num_teams > 1
     transport = "local" if not several else "hierarchical" if high else "direct"
     best = chunk_tokens(work, machine, choices=GROUP_CHUNKS) if transport == "hierarchical" else 0
-    network, needs = network_map(config, topology), device_needs(config, topology)
+    network, needs, members = network_map(config, topology), device_needs(config, topology), member_map(config, topology)
     chunk = network.chunk_tokens if transport == "hierarchical" else 0
     plans: tuple[Any, Any] = ((HTWindowMap.build(config, topology.num_ranks), ht_local_map(config)) if high
                               else (WindowMap.build(config, topology.num_ranks), LocalMap.build(config)))
-    regions = plans[0].regions() + (network.regions() if network else [])
+    added = [plan for plan in (network, members) if plan is not None]
+    regions = plans[0].regions() + [region for plan in added for region in plan.regions()]
+    last = added[-1] if added else plans[0]   # each goes on where the one before ends
     contexts = needs.contexts or 1
     ways = {"ll": (Algorithm.LOW_LATENCY, True), "ht": (Algorithm.HIGH_THROUGHPUT, True)}
     if several:
         ways["ht direct"] = (Algorithm.HIGH_THROUGHPUT, False)
     costs = {way: tuple(predict(work, machine, algorithm, combine, contexts=contexts, hierarchical=hierarchical) for combine in (False, True))
              for way, (algorithm, hierarchical) in ways.items()}
-    return Plan(topology, config, transport, needs, chunk, regions, network.total_bytes if network else plans[0].total_bytes,
-                getattr(network, "local_bytes", 0) or plans[1].total_bytes, costs, best)   # type: ignore[arg-type]
+    return Plan(topology, config, transport, needs, chunk, regions, last.total_bytes, getattr(last, "local_bytes", 0) or plans[1].total_bytes, costs,
+                best)   # type: ignore[arg-type]
 
 
 def fastest(config: GroupConfig, topology: Topology, **more: Any) -> Algorithm:
@@ -216,6 +226,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", choices=("expert_major", "rank_major", "flat"), help="order of received rows (default: the algorithm's first)")
     parser.add_argument("--slots", type=int, default=1, help="payload slots (default 1)")
     parser.add_argument("--staging", type=int, default=0, help="LOW_LATENCY staging slots, two per operation in flight (default none)")
+    parser.add_argument("--mask", action="store_true", help="LOW_LATENCY that goes on without ranks that do not come (enable_mask)")
     parser.add_argument("--sms", type=int, default=0, help="multiprocessors of an operation (default: all)")
     parser.add_argument("--max-teams", type=int, default=0, help="teams that the experts of one token may lie in (default: any)")
     parser.add_argument("--machine", choices=sorted(MACHINES), default="h200", help="link speeds (default h200)")
@@ -239,12 +250,15 @@ def _asked(options: argparse.Namespace) -> Plan:
         only = Layout.RANK_MAJOR if options.layout == "rank_major" and algorithm is Algorithm.LOW_LATENCY else Layout.UNSET
         return GroupConfig(num_experts=options.experts, max_dispatch_tokens_per_rank=options.tokens, hidden=options.hidden, dtype=dtype,
                            num_topk=options.topk, algorithm=algorithm, num_slots=options.slots, slot_layout=only,
-                           num_staging_slots=options.staging if algorithm is Algorithm.LOW_LATENCY else 0)
+                           num_staging_slots=options.staging if algorithm is Algorithm.LOW_LATENCY else 0, enable_mask=options.mask)
 
     more: dict[str, Any] = {"machine": machine, "num_sms": options.sms, "max_teams": options.max_teams,
                             "per_rank": None if options.layout is None else options.layout != "expert_major"}
     named = {"ll": Algorithm.LOW_LATENCY, "ht": Algorithm.HIGH_THROUGHPUT}
-    algorithm = named[options.algorithm] if options.algorithm in named else fastest(config(Algorithm.HIGH_THROUGHPUT), topology, **more)
+    if options.algorithm in named or options.mask:   # only one of them has masks
+        algorithm = named.get(options.algorithm, Algorithm.LOW_LATENCY)
+    else:
+        algorithm = fastest(config(Algorithm.HIGH_THROUGHPUT), topology, **more)
     allowed = {Algorithm.LOW_LATENCY: ("expert_major", "rank_major"), Algorithm.HIGH_THROUGHPUT: ("flat", "expert_major")}[algorithm]
     if options.layout and options.layout not in allowed:
         raise ValueError(f"layout of {algorithm.name} must be {' or '.join(allowed)}, got {options.layout}")

@@ -9,6 +9,7 @@ import sys
 
 from ncclep_py.config import GroupConfig, Layout
 from ncclep_py.ll_net_map import LLNetMap
+from ncclep_py.ll_net_member_map import LLNetMemberMap
 from ncclep_py.memory_map import LocalMap, WindowMap
 
 __all__ = ["Option", "markdown", "options"]
@@ -48,7 +49,9 @@ def _option(name: str, config: GroupConfig, num_ranks: int, team_size: int = 0, 
     slots = window.num_slots * window.slot_bytes
     network = 0
     if team_size:
-        net = LLNetMap.build(config, num_ranks, team_size, window, local)
+        net: LLNetMap | LLNetMemberMap = LLNetMap.build(config, num_ranks, team_size, window, local)
+        if config.enable_mask:
+            net = LLNetMemberMap.build(config, num_ranks, net)   # type: ignore[arg-type]
         network = net.total_bytes - window.total_bytes + net.local_bytes - local.total_bytes
     return Option(name, slots, staging, window.total_bytes - slots - staging + local.total_bytes, extra, network)
 
@@ -65,7 +68,7 @@ def options(config: GroupConfig, num_ranks: int, team_size: int = 0) -> list[Opt
     kinds = [(one, made()), ("two slots", made(num_slots=2)), ("staged: one slot, 2 staging slots", made(num_staging_slots=2)),
              (staged, made(num_slots=2, num_staging_slots=4))]
     if team_size:
-        kinds += [("RANK_MAJOR only: one slot", made(**only)),
+        kinds += [("enable_mask: one slot", made(enable_mask=True)), ("RANK_MAJOR only: one slot", made(**only)),
                   ("RANK_MAJOR only: two slots, 4 staging slots", made(**only, num_slots=2, num_staging_slots=4))]
         return [_option(name, chosen, num_ranks, team_size) for name, chosen in kinds]
     return [

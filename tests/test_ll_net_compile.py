@@ -43,16 +43,19 @@ IN_FLIGHT = HALVES + [(name, layout, wire) for name, layout, wire in COMPILED if
 
 
 MASKED = dataclasses.replace(CONFIG, enable_mask=True)
-MASKED_KERNELS = ("ll_net_masked_dispatch", "ll_net_masked_combine")
+MASKED_KERNELS = [("ll_net_masked_dispatch", EXPERT_MAJOR, PLAIN), ("ll_net_masked_dispatch", EXPERT_MAJOR, FORWARDED),
+                  ("ll_net_masked_dispatch", EXPERT_MAJOR, QUANTISED), ("ll_net_masked_rank_major_dispatch", RANK_MAJOR, PLAIN),
+                  ("ll_net_masked_rank_major_dispatch", RANK_MAJOR, QUANTISED), ("ll_net_masked_combine", EXPERT_MAJOR, PLAIN),
+                  ("ll_net_masked_combine", RANK_MAJOR, PLAIN), ("ll_net_masked_nvfp4_combine", RANK_MAJOR, PLAIN)]
 
 
-def masked_shape():
-    return LLNetMaskedShape.over(KernelShape.build(MASKED, 8, 8, 8), MASKED, 4)
+def masked_shape(layout, wire):
+    return LLNetMaskedShape.over(KernelShape.build(MASKED, 8, 8, 8, layout, wire), MASKED, 4)
 
 
-@pytest.mark.parametrize("name", MASKED_KERNELS)
-def test_masked_kernel_is_linked_and_fits(name):
-    made = launch.compile_kernel(launch.KernelSpec(name, masked_shape()), "sm_90")
+@pytest.mark.parametrize(("name", "layout", "wire"), MASKED_KERNELS)
+def test_masked_kernel_is_linked_and_fits(name, layout, wire):
+    made = launch.compile_kernel(launch.KernelSpec(name, masked_shape(layout, wire)), "sm_90")
     assert name in made.symbol and made.cubin.startswith(b"\x7fELF")
     assert made.info["registers"] <= toolchain.MAX_REGISTERS and made.info["stack"] <= STACK
     assert not re.search(rb"__cuda_sm\d+_(div|rem)_[su]64", made.cubin)
@@ -69,9 +72,9 @@ def test_kernel_is_linked_and_fits(name, layout, wire, config):
 def test_rows_move_in_16_byte_vectors():
     ptx = toolchain.compile_device("sm_90", "ptx", teams=True).decode()
     bodies = {m[1]: m[2] for m in re.finditer(r"ep_(ll_net_\w+)\([^{]*\{(.*?)\n\}", ptx, re.DOTALL)}
-    reads = ("ll_net_send_row", "ll_net_scatter_row", "ll_net_stage_row", "ll_net_quantise_row", "ll_net_send_member_row")
+    reads = ("ll_net_send_row", "ll_net_scatter_row", "ll_net_stage_row", "ll_net_quantise_row", "ll_net_send_member_row")   # of the caller's
     for name in (*reads, "ll_net_spread_row", "ll_net_take_row", "ll_net_take_token", "ll_net_gather_row", "ll_net_sum_row",
-                 "ll_net_return_member_rows", "ll_net_gather_member_row"):
+                 "ll_net_return_member_rows", "ll_net_gather_member_row", "ll_net_send_made_row", "ll_net_sum_member_row"):
         loads, stores = re.findall(r"\bld\.global\S*\.v4\.u32", bodies[name]), re.findall(r"\bst\.global\S*\.v4\.u32", bodies[name])
         assert len(loads) >= 4 and len(stores) >= 2
         assert ("ld.global.nc.L1" in bodies[name]) == (name in reads)   # staging and slots are written meanwhile
@@ -81,7 +84,7 @@ SHAPES = {(name, f"{layout.name}{wire.scale_bytes}"): shape(layout, wire) for na
 SHAPES |= {(name, f"{layout.name}{wire.scale_bytes} staged"): shape(layout, wire, STAGED) for name, layout, wire in IN_FLIGHT}
 INTEGERS = re.compile(r"Tuple\((int64|Literal\[int\]\(\d+\))(, (int64|Literal\[int\]\(\d+\)))*\)")   # several assigned in a line
 HT = dataclasses.replace(CONFIG, algorithm=Algorithm.HIGH_THROUGHPUT)
-SHAPES |= {(name, ""): masked_shape() for name in MASKED_KERNELS}
+SHAPES |= {(name, f"{layout.name}{wire.scale_bytes}"): masked_shape(layout, wire) for name, layout, wire in MASKED_KERNELS}
 SHAPES |= {(name, ""): HTNetShape.over_teams(HT, 8, 4, 8, 8, Layout.EXPERT_MAJOR, 128, 16)
            for name in ("ht_net_prepare", "ht_net_dispatch", "ht_net_combine")}
 

@@ -39,6 +39,24 @@ def test_offsets_at_scale(ranks, team, algorithm):
             assert plan.overlaps(local.regions(), local.total_bytes) == ""
 
 
+@pytest.mark.parametrize("team", [1, 8])
+def test_masks_over_teams_are_in_the_plan(team):
+    """What a group of this config allocates, to the byte."""
+    from ncclep_py import Group, LocalWorld
+
+    ranks, small = 16, {"num_experts": 32, "max_dispatch_tokens_per_rank": 3, "hidden": 24, "num_topk": 2}
+    made = plan.make_plan(GroupConfig(**small, enable_mask=True), Topology(ranks, team))
+    assert plan.overlaps(made.regions, made.window_bytes) == "" and made.window_bytes == max(end for _, _, end in made.regions)
+    assert {"VIEWS", "STAGING_OF_RANKS", "STAGING_MESSAGES"} <= {name for name, begin, end in made.regions if end > begin}
+
+    def program(comm):
+        with Group.create(comm, made.config) as group:
+            return group.window.memory.numel(), group._local.numel(), group.device.needs == made.needs
+
+    with LocalWorld(ranks, "sim", team_size=team) as world:
+        assert world.run(program) == [(made.window_bytes, made.local_bytes, True)] * ranks
+
+
 @pytest.mark.parametrize("ranks", [64, 1024])
 def test_words_of_every_source_have_a_place_of_their_own(ranks):
     """First and last word of each source in each table, by the map's arithmetic: 8 bytes apart at least, all inside their region."""
