@@ -202,8 +202,8 @@ def make_plan(config: GroupConfig, topology: Topology, machine: Machine = MACHIN
         ways["ht direct"] = (Algorithm.HIGH_THROUGHPUT, False)
     costs = {way: tuple(predict(work, machine, algorithm, combine, contexts=contexts, hierarchical=hierarchical) for combine in (False, True))
              for way, (algorithm, hierarchical) in ways.items()}
-    return Plan(topology, config, transport, needs, chunk, regions, last.total_bytes, getattr(last, "local_bytes", 0) or plans[1].total_bytes, costs,
-                best)   # type: ignore[arg-type]
+    return Plan(topology, config, transport, needs, chunk, regions, last.total_bytes, getattr(last, "local_bytes", 0) or plans[1].total_bytes,
+                costs, best)   # type: ignore[arg-type]
 
 
 def fastest(config: GroupConfig, topology: Topology, **more: Any) -> Algorithm:

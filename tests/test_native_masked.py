@@ -26,6 +26,8 @@ from ncclep_py.simulator.ll_net_masked_program import LLNetMaskedProgram, LLNetM
 
 PROGRAMS = {make_ll_net_masked_dispatch: LLNetMaskedProgram, make_ll_net_masked_rank_major_dispatch: LLNetMaskedRankMajorProgram}
 LAYOUTS = pytest.mark.parametrize("dispatch", PROGRAMS, ids=["expert_major", "rank_major"])
+COMBINES = 10
+"""The step of "D X C D X C" that is the second combine, for which rows of the first are there."""
 TIMEOUT = 1_000_000
 """Nanoseconds, i.e. steps: all threads of 4 ranks take some 2000 steps to look at a word once."""
 
@@ -109,7 +111,7 @@ def test_masks_that_differ_become_their_union(machine: Machine) -> None:
     ("seen |= __any_sync(~0u, out) ? 1u << rank : missing", "seen |= missing"),
     ("bool kept = host >= 0 && !(mask >> host & 1)", "bool kept = host >= 0"),
     ("atomicAdd(&got[source * local + e], 1u)", "atomicAdd(&got[e], 1u)"),
-    ("if (u32(word >> 32) == u32(epoch)) { view", "if (u32(word >> 32)) { view")])
+    ("u32 told = __ballot_sync(~0u, u32(word >> 32) == u32(epoch));", "u32 told = __ballot_sync(~0u, u32(word >> 32) != 0);")])
 def test_mutants_are_found(tmp_path: Any, old: str, new: str) -> None:
     broken = Machine(tmp_path, old, new)
     with pytest.raises(AssertionError):
@@ -119,6 +121,7 @@ def test_mutants_are_found(tmp_path: Any, old: str, new: str) -> None:
                 p = run(broken, (4, 2, 3, 4), team, seed, dies=(seed, 0, 0))
                 p.check()
                 assert p.ended[-1].mask() == 1 << seed
+                run(broken, (4, 2, 3, 4), team, seed, dies=(seed, COMBINES, 0)).check()
                 p = run(broken, (4, 2, 3, 4), team, seed, differ=0b1000)
                 p.check()
                 assert {e.mask() for e in p.ended} == {0b1000}
