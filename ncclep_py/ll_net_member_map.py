@@ -14,14 +14,15 @@ all its members alike; it commits, fails, or is followed by one under a larger m
 * T-N3 (drain) HEAD(n + 1) goes to a member after all its adds up to n have come, so all it ever put here has landed, its views included (T-N5); a
   member whose adds do not come counts as missing. Who has HEAD(n + 1) of all members may write over what it sends from, and over its words and rows
   at them. What is under way to a *masked* rank may still read the send buffer: it brings that rank rows of another attempt, and it is told so (T-N7).
-* T-N4 (giving up) Data are put after HEAD(n) of all members; sending waits for nobody. Waits for members' data end when all came, when a member's
-  first view differs from the mask, or by their deadline. DATA and ARRIVED are told after a rank's last put, also by one that sent nothing: it
-  says so by its view. No view is taken back, so an attempt in which one member lacks another's HEAD or data does not commit.
-* T-N5 (views) A view is {whom I miss or anybody told me to miss, FAILED: an operation refused or different, DIFFERS: it is not my mask}. In
-  round 1, 2, ... a rank says its
-  view to all members of the attempt's mask, hears those of all members not in it, adds to it what they say and who is silent. A round in which it
-  heard exactly its own view from all of them *decides*: it says DECIDED to all members, in a word of its own, and leaves. Who hears DECIDED
-  decides the same at once, and says so. Views carry epoch and round in a place per (parity, round, source), and a value put comes whole.
+* T-N4 (giving up) Data are put after HEAD(n) of all members; sending waits for nobody. (A put for which there is no room in its queue within an
+  eighth of the timeout is left out, like all later ones to that rank, which misses this one then.) Waits for members' data end when all came, when a
+  member's first view differs from the mask, or by their deadline. DATA and ARRIVED are told after a rank's last put, also by one that sent nothing:
+  it says so by its view. No view is taken back, so an attempt in which one member lacks another's HEAD or data does not commit.
+* T-N5 (views) A view is {whom I miss or anybody told me to miss, FAILED: an operation refused or different, DIFFERS: it is not my mask}. In round 1,
+  2, ... a rank says its view to all members of the attempt's mask, hears those of all members not in it, adds to it what they say and who is silent.
+  A round in which it heard exactly its own view from all of them *decides*: it says DECIDED to all members, in a word of its own, and leaves. Who
+  hears DECIDED decides the same at once, and says so. Views carry epoch and round in a place per (parity, round, source), and a value put comes
+  whole.
 * T-N6 (agreement) Let r be the first round that decides, of A, view W. Each rank outside W said W in r, the same to all; so the others of them hear
   nothing but W, decide W, too, or miss somebody. These hear DECIDED of A in r + 1 before they could decide otherwise, since they wait for A's
   word: A lives, or it died and is no survivor. Two views of one round cannot both decide: each decider is outside the other's view. An attempt

@@ -138,7 +138,8 @@ def device_needs(config: GroupConfig, topology: Topology) -> DeviceNeeds:
     network, connection = network_map(config, topology), "rail" if config.algorithm is Algorithm.HIGH_THROUGHPUT else "full"
     if network is None:
         return DeviceNeeds(connection, 4, topology.num_ranks, config.wait_ns)
-    return DeviceNeeds(connection, network.num_contexts, network.num_signals, config.wait_ns)
+    room_ns = config.wait_ns // 8 if config.enable_mask else config.wait_ns   # T-N4: who cannot put to one rank must not come late to others
+    return DeviceNeeds(connection, network.num_contexts, network.num_signals, room_ns)
 
 
 def overlaps(regions: list[tuple[str, int, int]], total_bytes: int) -> str:

@@ -128,7 +128,7 @@ def test_a_queue_that_does_not_move(plugin: str, scenario: str, teams: int) -> N
 
 
 @pytest.mark.parametrize("teams", [2, 8])
-@pytest.mark.parametrize("scenario", ["ll_expert_major", "ll_rank_major", "ht_flat", "ht_expert_major"])
+@pytest.mark.parametrize("scenario", ["ll_expert_major", "ll_rank_major", "ll_masked", "ht_flat", "ht_expert_major"])
 def test_queues_of_two_requests(plugin: str, scenario: str, teams: int) -> None:
     run(plugin, scenario, teams, LOOPBACK_DELAY_US="100", LOOPBACK_REORDER="1", LOOPBACK_SEED="7", NCCL_GIN_PROXY_QUEUE_SIZE="2", seconds=2 * SECONDS)
 
@@ -138,6 +138,14 @@ def test_queues_of_two_requests(plugin: str, scenario: str, teams: int) -> None:
 def test_a_rank_whose_network_falls_silent_is_masked(plugin: str, teams: int, after: int) -> None:
     """With masks no error: the others, or those of its team, go on without it, and have the bits of the mask they agree on."""
     output = run(plugin, "ll_masked_lost", teams, LOOPBACK_LOSE_RANK="1", LOOPBACK_LOSE_AFTER=str(after), seconds=2 * SECONDS)
+    assert output.count("goes on without [1") >= RANKS // teams - 1 + (RANKS - 1) * (teams == RANKS) and moved(output)["lost"] > 0, output[-3000:]
+
+
+@pytest.mark.parametrize("teams", [2, 8])
+def test_a_rank_whose_queues_do_not_move_is_masked(plugin: str, teams: int) -> None:
+    """As when its network card fails: what it puts, and what is put to it, never completes, in queues of four requests."""
+    output = run(plugin, "ll_masked_lost", teams, LOOPBACK_LOSE_RANK="1", LOOPBACK_LOSE_AFTER="9", LOOPBACK_LOSE="never",
+                 NCCL_GIN_PROXY_QUEUE_SIZE="4", seconds=2 * SECONDS)
     assert output.count("goes on without [1") >= RANKS // teams - 1 + (RANKS - 1) * (teams == RANKS) and moved(output)["lost"] > 0, output[-3000:]
 
 
