@@ -92,7 +92,8 @@ class Group(Masking, OwnKernels, Waited):
         self.start_at(FIRST_EPOCH)
         self._meets = self._meeting()   # loaded now: close() needs it, and graph capture may
         comm.barrier()
-        self._warn = weakref.finalize(self, _warn_open, self._window)
+        self._held: list[Any] = [self._window, self._local, self._record, self._waited, self.user_windows]
+        self._warn = weakref.finalize(self, _warn_open, self._held, comm.backend == "nccl")
 
     @classmethod
     def create(cls, comm: Communicator, config: GroupConfig) -> Group:
@@ -400,6 +401,7 @@ class Group(Masking, OwnKernels, Waited):
             lost = self.lost_ranks()
             self._closed = True
             if lost:
+                self._leave()
                 self.comm.abandon()
             self.check()
             if not lost:
@@ -427,6 +429,12 @@ class Group(Masking, OwnKernels, Waited):
         else:   # other ranks may never come; do not wait for them on the way out
             self._closed = True
             self._warn.detach()
+            self._leave()
+
+    def _leave(self) -> None:
+        """Keep the memory until the process ends: ranks that went another way may still write to it, and the network on their behalf."""
+        if self.comm.backend == "nccl":
+            _left.append(self._held)
 
 
 def _tag(epoch: int) -> int:
@@ -435,7 +443,12 @@ def _tag(epoch: int) -> int:
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
-def _warn_open(window: Any) -> None:
+_left: list[Any] = []
+
+
+def _warn_open(held: list[Any], on_gpu: bool) -> None:
+    if on_gpu:
+        _left.append(held)
     warnings.warn("a ncclep_py Group was dropped without close(); its window stays registered until the process ends", ResourceWarning,
                   stacklevel=2)
 

@@ -35,6 +35,7 @@ class HTNetGroup(HTGroup):
         """Internal: use `Group.create`."""
         self._device = comm.device_communicator(device_needs(config, comm.topology))
         super().__init__(comm, config)
+        self._held.append(self._device)
 
     def memory(self) -> tuple[int, list[tuple[str, int, int]], int, list[tuple[str, int, int]]]:
         """Internal: bytes and regions of the window and of the local block."""

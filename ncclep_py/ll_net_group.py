@@ -53,6 +53,7 @@ class LLNetGroup(Group):
     def __init__(self, comm: Communicator, config: GroupConfig) -> None:
         self.device = comm.device_communicator(device_needs(config, comm.topology))
         super().__init__(comm, config)
+        self._held.append(self.device)
 
     def memory(self) -> tuple[int, list[tuple[str, int, int]], int, list[tuple[str, int, int]]]:
         self.net = LLNetMap.build(self.config, self.num_ranks, self.comm.topology.team_size, self.map, self.local_map)

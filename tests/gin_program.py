@@ -51,7 +51,7 @@ from ncclep_py.simulator import Faults  # noqa: E402
 from ncclep_py.testing import bits_equal, first_difference, random_routing, stamped_tokens, weights_like  # noqa: E402
 from ncclep_py.topology import Topology  # noqa: E402
 
-SECONDS, LOST_SECONDS, MASK_SECONDS = 60, 8, 2
+SECONDS, LOST_SECONDS, MASK_SECONDS = 60, 8, 8
 
 LOW = GroupConfig(num_experts=32, max_dispatch_tokens_per_rank=24, hidden=512, num_topk=4, max_num_sms=8, timeout_ns=SECONDS * 10**9)
 HIGH = GroupConfig(num_experts=32, max_dispatch_tokens_per_rank=80, hidden=512, num_topk=4, max_num_sms=8, timeout_ns=SECONDS * 10**9,

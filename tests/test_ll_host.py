@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -1230,6 +1231,26 @@ def test_a_group_dropped_without_close_warns_and_a_closed_one_does_not() -> None
             warnings.simplefilter("always")
             world.run(program, True)
         assert not [w for w in caught if "dropped" in str(w.message)]
+
+
+@pytest.mark.parametrize("backend", ["sim", "nccl"])
+def test_memory_of_a_group_that_ended_alone_stays_on_a_gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers, or a network on their behalf, may still write to it. (The simulator gives it back: nothing runs any more.)"""
+    left: list[Any] = []
+    monkeypatch.setattr("ncclep_py.group._left", left)
+
+    def program(comm: Any) -> Any:
+        with pytest.raises(ArithmeticError), Group.create(comm, config()) as group:
+            monkeypatch.setattr(comm, "backend", backend)
+            window = weakref.ref(group.window)
+            raise ArithmeticError
+        del group
+        gc.collect()
+        return window
+
+    with LocalWorld(1, "sim") as world:
+        window = world.run(program)[0]
+    assert (window() is not None) is (len(left) == 1) is (backend == "nccl")
 
 
 def test_an_exception_inside_with_group_does_not_hang_and_others_are_told() -> None:
