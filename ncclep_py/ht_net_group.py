@@ -61,6 +61,10 @@ class HTNetGroup(HTGroup):
         """Internal: values of a launch before the window."""
         return (self._device.address, int(backward)) if name == "ht_combine" else (self._device.address,)
 
+    def network_note(self) -> str:
+        """Internal: ranks that nothing is put to any more."""
+        return self._device.note()
+
     def close(self) -> None:
         """As `Group.close`; then the device communicator goes, too."""
         super().close()

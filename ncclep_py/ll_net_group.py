@@ -82,6 +82,10 @@ class LLNetGroup(Group):
         self._window.memory[self.net.messages: self.net.returned].zero_()   # a message of an epoch to come is none
         super().start_at(epoch)
 
+    def network_note(self) -> str:
+        """Internal: ranks that nothing is put to any more."""
+        return self.device.note()
+
     def close(self) -> None:
         """As `Group.close`; then the device communicator goes, too."""
         super().close()

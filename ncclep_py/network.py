@@ -34,7 +34,10 @@ CONNECTIONS = {"none": 0, "full": 1, "rail": 2}
 QUEUE_ROOM = 32
 """``NCCL_NET_MAX_REQUESTS``."""
 
-QUEUE_BYTES, LIMITS_BYTES = 32, 128
+QUEUE_BYTES, LOST_WORD, LIMITS_BYTES = 32, 3, 128
+
+KINDS = ("PROXY", "GDAKI")
+"""Kinds of GIN whose queues are as `kernels/gin_room.cu` takes them: one for each (context, peer), asked without waiting."""
 
 
 # ---- what there is -------------------------------------------------------------------------------------------------------
@@ -87,7 +90,7 @@ def missing(facts: Mapping[str, Any], nccl: int | None) -> list[str]:
     if plugin and not any(os.path.exists(p) for p in plugin.split(",")) and "/" in plugin:
         found.append(f"the plugin {plugin} does not exist")
     if "NCCL_GIN_TYPE" in told:
-        found.append(f"NCCL_GIN_TYPE={told['NCCL_GIN_TYPE']} allows this kind only (2 proxy, 3 GDAKI, 4 GPI, 5 EFA)")
+        found.append(f"NCCL_GIN_TYPE={told['NCCL_GIN_TYPE']} allows this kind only (2 proxy, 3 GDAKI; 4 GPI and 5 EFA do not work here)")
     return found
 
 
@@ -122,6 +125,10 @@ def refuse(rank: int, gin: Mapping[str, Any], needs: DeviceNeeds, facts: Mapping
         return
     if nccl < FIRST_NCCL or gin["railed_gin"] == "NONE":
         raise RuntimeError(_no_gin(rank, gin, facts, nccl))
+    kind = gin["gin"] if needs.connection == "full" else gin["railed_gin"]
+    if kind not in (*KINDS, "NONE"):
+        raise RuntimeError(f"rank {rank}: NCCL offers GIN of kind {kind} between these teams, with which ncclep_py does not work: its queues hold "
+                           "requests to several ranks, or do not tell which are done. Set NCCL_GIN_TYPE to 2 (proxy) or 3 (GDAKI)")
     if needs.connection == "full" and gin["gin"] == "NONE":
         raise RuntimeError(f"rank {rank}: LOW_LATENCY over {gin['teams']} teams puts to any networked rank, but NCCL connects only ranks of the same "
                            f"index here ({gin['railed_gin']} on rails): use HIGH_THROUGHPUT, or a network that connects all cards (NCCL_CROSS_NIC)")
@@ -143,9 +150,26 @@ class DeviceCommunicator:
         needs: what it was made for.
     """
 
-    def __init__(self, address: int = 0, needs: DeviceNeeds | None = None, resource: Any = None, memory: torch.Tensor | None = None) -> None:
+    def __init__(self, address: int = 0, needs: DeviceNeeds | None = None, resource: Any = None, memory: torch.Tensor | None = None,
+                 size: int = 0) -> None:
         self.address, self.needs = address, needs
-        self._resource, self._memory = resource, memory
+        self._resource, self._memory, self._size = resource, memory, size
+
+    def lost(self) -> list[int]:
+        """Ranks that nothing is put to any more, for their queues stood still for too long (``kernels/gin_room.cu``). Waits for the stream."""
+        import torch
+
+        if self._memory is None or self.needs is None:
+            return []
+        end = self._memory.numel() - self._size - LIMITS_BYTES
+        queues = self._memory[:end].cpu().view(torch.int64).view(-1, QUEUE_BYTES // 8)
+        return [rank for rank, queue in enumerate(queues.flip(0)[: len(queues) // self.needs.contexts].tolist()) if queue[LOST_WORD]]
+
+    def note(self) -> str:
+        """What to say about them, empty if there are none."""
+        lost = self.lost()
+        return (f"the network to rank {', '.join(map(str, lost))} stood still, nothing is put there any more: when it works again, create the group "
+                "anew") if lost else ""
 
     def close(self) -> None:
         """Give it back; idempotent. No kernel that uses it may be running."""
@@ -168,15 +192,23 @@ def requirements(nccl: Any, needs: DeviceNeeds) -> Any:
 
 def queue_room(environment: Mapping[str, str]) -> int:
     """Requests that certainly fit in the queue of a (context, peer): of NCCL's proxy ``NCCL_NET_MAX_REQUESTS`` times what the network takes at once,
-    unless a variable makes it shorter (a power of two; NCCL ignores others). Other kinds of GIN have longer ones."""
-    told = environment.get("NCCL_GIN_PROXY_QUEUE_SIZE", "")
-    size = int(told) if told.isdecimal() else 0
-    return min(size, QUEUE_ROOM) if size > 0 and size & (size - 1) == 0 else QUEUE_ROOM
+    unless a setting makes it shorter (a power of two; NCCL ignores others); GDAKI's hold 128 unless set."""
+    told = [_told(environment, name) for name in ("NCCL_GIN_PROXY_QUEUE_SIZE", "NCCL_GIN_GDAKI_QP_DEPTH")]
+    sizes = [size for size in told if size > 0 and size & (size - 1) == 0]
+    return min(*sizes, QUEUE_ROOM, QUEUE_ROOM)
+
+
+def _told(environment: Mapping[str, str], name: str) -> int:
+    """A number NCCL takes from its variables, or from the files it reads when they are unset; 0 for none."""
+    files = [environment.get("NCCL_CONF_FILE") or os.path.join(environment.get("HOME", "/"), ".nccl.conf"), "/etc/nccl.conf"]
+    lines = [line.partition("=") for file in files for line in _read(Path(file)).splitlines()]
+    values = [environment.get(name, ""), *(value.strip() for key, _, value in lines if key.strip() == name)]
+    return next((int(value) for value in values if value.isdecimal()), 0)
 
 
 def _accounts(num_ranks: int, needs: DeviceNeeds) -> bytes:
     """What stands before the device communicator: a `Queue` for each (context, rank), then the `Limits` (``kernels/gin_room.cu``)."""
-    limits = struct.pack("<3Q", needs.timeout_ns, num_ranks, queue_room(os.environ))
+    limits = struct.pack("<4Q", needs.timeout_ns, num_ranks, queue_room(os.environ), needs.least_timeout_ns)
     return bytes(QUEUE_BYTES * needs.contexts * num_ranks) + limits.ljust(LIMITS_BYTES, b"\0")
 
 
@@ -196,4 +228,4 @@ def create(comm: Any, resource: Any, needs: DeviceNeeds, num_ranks: int, device:
                            f"and {needs.signals}")
     accounts = _accounts(num_ranks, needs)
     memory = torch.frombuffer(bytearray(accounts + bytes((ctypes.c_char * size).from_address(int(resource.ptr)))), dtype=torch.uint8).to(device)
-    return DeviceCommunicator(memory.data_ptr() + len(accounts), needs, resource, memory)
+    return DeviceCommunicator(memory.data_ptr() + len(accounts), needs, resource, memory, size)

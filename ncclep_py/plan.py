@@ -37,12 +37,14 @@ class DeviceNeeds:
         contexts: independent queues of puts and signals.
         signals: signal words of each rank.
         timeout_ns: nanoseconds a request may wait for room in its queue.
+        least_timeout_ns: the same, when other requests have waited so long in vain.
     """
 
     connection: str = "none"
     contexts: int = 0
     signals: int = 0
     timeout_ns: int = 0
+    least_timeout_ns: int = 0
 
     @property
     def network(self) -> bool:
@@ -137,9 +139,10 @@ def device_needs(config: GroupConfig, topology: Topology) -> DeviceNeeds:
         return DeviceNeeds()
     network, connection = network_map(config, topology), "rail" if config.algorithm is Algorithm.HIGH_THROUGHPUT else "full"
     if network is None:
-        return DeviceNeeds(connection, 4, topology.num_ranks, config.wait_ns)
-    room_ns = config.wait_ns // 8 if config.enable_mask else config.wait_ns   # T-N4: who cannot put to one rank must not come late to others
-    return DeviceNeeds(connection, network.num_contexts, network.num_signals, room_ns)
+        return DeviceNeeds(connection, 4, topology.num_ranks, config.wait_ns // 4, config.wait_ns // 128)
+    # who cannot put to one rank must not come late to others (T-N4); with masks, a queue that is slow must not be taken for one that stands still
+    room_ns, least = (config.wait_ns // 8, 1) if config.enable_mask else (config.wait_ns // 4, 32)
+    return DeviceNeeds(connection, network.num_contexts, network.num_signals, room_ns, room_ns // least)
 
 
 def overlaps(regions: list[tuple[str, int, int]], total_bytes: int) -> str:

@@ -15,7 +15,7 @@ from ncclep_py.plan import DeviceNeeds
 from ncclep_py.recording import RecordingCommunicator
 from ncclep_py.topology import Topology
 
-FULL, RAIL = DeviceNeeds("full", 4, 16, 5_000), DeviceNeeds("rail", 2, 9, 5_000)
+FULL, RAIL = DeviceNeeds("full", 4, 16, 5_000, 100), DeviceNeeds("rail", 2, 9, 5_000, 100)
 
 
 def machine(tmp_path, cards=(), modules="", gdr=False):
@@ -105,6 +105,11 @@ def test_needs_that_are_refused():
     refuse(0, gin(), FULL, NOTHING, 23203)
     refuse(0, gin(gin="NONE"), RAIL, NOTHING, 23203)
     refuse(0, gin(gin="NONE", railed_gin="NONE"), DeviceNeeds(), NOTHING, 23203)
+    for kind in ("GPI", "EFA_GDA"):
+        with pytest.raises(RuntimeError, match=f"GIN of kind {kind} between these teams, with which ncclep_py does not work"):
+            refuse(0, gin(gin=kind), FULL, NOTHING, 23203)
+        with pytest.raises(RuntimeError, match=f"GIN of kind {kind}"):
+            refuse(0, gin(railed_gin=kind), RAIL, NOTHING, 23203)
     with pytest.raises(RuntimeError, match="connects only ranks of the same index here .PROXY on rails.: use HIGH_THROUGHPUT"):
         refuse(0, gin(gin="NONE"), FULL, NOTHING, 23203)
     with pytest.raises(RuntimeError, match="NCCL 2.30.7 offers none: NCCL 2.30.7 is too old"):
@@ -165,12 +170,30 @@ def test_device_communicators_are_copied_to_the_device_and_given_back(nccl):
     for rank, device in zip(several, made, strict=True):
         assert bytes((ctypes.c_char * 40).from_address(device.address)) == bytes(range(40)) and device.address != rank.resource.ptr
         limits = struct.unpack("<16Q", (ctypes.c_char * 128).from_address(device.address - 128))
-        assert limits == (FULL.timeout_ns, 3, 32, *[0] * 13)
+        assert limits == (FULL.timeout_ns, 3, 32, FULL.least_timeout_ns, *[0] * 12)
         assert bytes((ctypes.c_char * (32 * 4 * 3)).from_address(device.address - 128 - 32 * 4 * 3)) == bytes(32 * 4 * 3)   # of (context, rank)
         assert device.needs == FULL and len(rank.comm.asked) == 1
         device.close()
         device.close()
         assert rank.resource.closed == 1 and device.address == 0
+
+
+def test_ranks_that_were_given_up_are_named(nccl):
+    device = communicator.create_dev_comms(ranks(3), FULL)[0]
+    assert device.lost() == [] and device.note() == "" and DeviceCommunicator().note() == ""
+    lost_word_of_2 = device.address - 128 - 32 * 3 + 24
+    ctypes.c_uint64.from_address(lost_word_of_2).value = 1
+    assert device.lost() == [2]
+    assert device.note() == "the network to rank 2 stood still, nothing is put there any more: when it works again, create the group anew"
+
+
+def test_files_that_nccl_reads(tmp_path):
+    file = tmp_path / "nccl.conf"
+    file.write_text("# NCCL_GIN_PROXY_QUEUE_SIZE=1\nNCCL_GIN_PROXY_QUEUE_SIZE = 8\n")
+    assert queue_room({"NCCL_CONF_FILE": str(file)}) == 8
+    assert queue_room({"NCCL_CONF_FILE": str(file), "NCCL_GIN_PROXY_QUEUE_SIZE": "4"}) == 4
+    (tmp_path / ".nccl.conf").write_text("NCCL_GIN_GDAKI_QP_DEPTH=16\n")
+    assert queue_room({"HOME": str(tmp_path)}) == 16
 
 
 @pytest.mark.parametrize(("told", "room"), [(None, 32), ("4", 4), ("1", 1), ("64", 32), ("0", 32), ("12", 32), ("-1", 32), ("many", 32)])

@@ -46,7 +46,7 @@ ASKED: dict[str, tuple[Calls, set[str]]] = {
     # function: (what it calls, and with which constants, by number of the argument; its own ordered accesses)
     "gin_claim": ((("ncclGinFlushAsync", {5: "0", 6: "0", 7: "0"}), ("ncclGinWaitTimeout", {3: "0", 4: "0", 5: RELAXED, 6: ONE_LOOK})),
                   {"ld.relaxed.gpu.global.u64", "ld.acquire.gpu.global.u64", "atom.relaxed.gpu.global.add.u64", "red.relaxed.gpu.global.max.u64",
-                   "st.relaxed.gpu.global.u64"}),
+                   "red.relaxed.gpu.global.add.u64", "st.relaxed.gpu.global.u64"}),
     "gin_issued": ((), {"red.release.gpu.global.add.u64"}),
     "gin_put": (counted("ncclGinPut_v3", {8: NO_SIGNAL, 15: "0", 20: SYSTEM, 21: SYSTEM, 22: "0", 23: "0"}), set()),
     "gin_put_value": (counted("ncclGinPutValue_v3", {6: "8", 7: NO_SIGNAL, 16: SYSTEM, 17: SYSTEM, 18: "0"}), set()),

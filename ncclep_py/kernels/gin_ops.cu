@@ -34,9 +34,7 @@ struct Ticket : Call {   // good once all that was issued to the peer on the con
 };
 
 NET int gin_claim(i64 comm, i64 context, i64 peer) {
-  const Limits* limits = limits_of(comm);
-  return claim(queue_of(comm, context, peer), &queue_of(comm, 0, peer)->lost, limits->room, limits->timeout,
-               [&] { return Ticket(comm, context, peer); });
+  return claim(queue_of(comm, context, peer), &queue_of(comm, 0, peer)->lost, limits_of(comm), [&] { return Ticket(comm, context, peer); });
 }
 NET void gin_issued(i64 comm, i64 context, i64 peer) { count_after(&queue_of(comm, context, peer)->issued); }
 

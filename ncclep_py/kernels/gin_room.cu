@@ -8,12 +8,14 @@
 //
 // Who waits longer than the deadline says that the peer is lost, to everybody and for good: nothing is put to it any more, on any context. A signal comes
 // after what it speaks for, so it is left out if any of that was, and the peer learns of the loss by its own deadline, as of one in the network.
+// A kernel may put to many peers one after another, and they may all be lost: what was waited in vain shortens later waits, down to `least`, so that
+// together they last little longer than one.
 typedef long long i64;
 typedef unsigned long long u64;
 #define INLINE static __device__ __forceinline__
 
 struct Queue { u64 begun, issued, done, lost; };           // of a (context, peer); `lost` is used in that of context 0
-struct Limits { u64 timeout, ranks, room, unused[13]; };   // stands before the communicator; before it queues [contexts][ranks], the last one first
+struct Limits { u64 timeout, ranks, room, least, vain, unused[11]; };   // stands before the communicator; before it queues [contexts][ranks], the last one first
 
 INLINE u64 load_relaxed(const u64* p) { u64 v; asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory"); return v; }
 INLINE u64 load_acquire(const u64* p) { u64 v; asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory"); return v; }
@@ -21,6 +23,7 @@ INLINE void store_relaxed(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.u
 INLINE u64 take_number(u64* p) { u64 v; asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(v) : "l"(p) : "memory"); return v; }
 INLINE void raise_to(u64* p, u64 v) { asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" :: "l"(p), "l"(v) : "memory"); }
 INLINE void count_after(u64* p) { asm volatile("red.release.gpu.global.add.u64 [%0], 1;" :: "l"(p) : "memory"); }
+INLINE void add_to(u64* p, u64 v) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" :: "l"(p), "l"(v) : "memory"); }
 INLINE u64 nanoseconds() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
 
 INLINE Limits* limits_of(i64 comm) { return (Limits*)comm - 1; }
@@ -31,21 +34,24 @@ INLINE Queue* queue_of(i64 comm, i64 context, i64 peer) {
 
 // Whether a request may be issued now. `take()` makes a ticket: an object whose `good()` looks once.
 template <class Take>
-INLINE bool claim(Queue* queue, u64* lost, u64 room, u64 timeout, Take take) {
+INLINE bool claim(Queue* queue, u64* lost, Limits* limits, Take take) {
   if (load_relaxed(lost)) return false;
+  u64 room = limits->room;
   u64 mine = take_number(&queue->begun);
   auto may = [&] { return i64(mine - load_relaxed(&queue->done)) < i64(room); };
   if (may()) return true;
-  u64 started = nanoseconds();
+  u64 vain = load_relaxed(&limits->vain), timeout = vain + limits->least < limits->timeout ? limits->timeout - vain : limits->least;
+  u64 started = nanoseconds(), waited = 0;
   for (;;) {
     u64 issued = load_acquire(&queue->issued);
     auto ticket = take();
     bool good, late;
-    do late = nanoseconds() - started > timeout, good = ticket.good(); while (!good && !late && !may() && !load_relaxed(lost));
+    do waited = nanoseconds() - started, late = waited > timeout, good = ticket.good(); while (!good && !late && !may() && !load_relaxed(lost));
     if (good) raise_to(&queue->done, issued);
     if (may()) return true;
     if (!late && !load_relaxed(lost)) continue;
     store_relaxed(lost, 1);
+    if (late) add_to(&limits->vain, waited);
     return false;
   }
 }
