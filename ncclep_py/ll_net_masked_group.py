@@ -1,7 +1,7 @@
 """LOW_LATENCY groups with ``enable_mask`` whose ranks form several teams; calls and results are those of one team. Protocol: ``ll_net_member_map``.
 
-Refused by a sentence: ``mask_clean``: a rank that was masked out stays out. Where all others mask a rank by `mask_update` it
-is not told; it goes on alone, and its async error says so.
+Where the network between two living ranks fails, all go on without either that any of them misses (``ll_net_member_map``), and a rank that hears
+nobody goes on alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["LLNetMaskedGroup"]
 
 KERNEL_NAMES = {"ll_dispatch": "ll_net_masked_dispatch", "ll_rank_major_dispatch": "ll_net_masked_rank_major_dispatch",
-                "ll_combine": "ll_net_masked_combine", "ll_nvfp4_combine": "ll_net_masked_nvfp4_combine", "ll_copy": "ll_copy"}
+                "ll_combine": "ll_net_masked_combine", "ll_nvfp4_combine": "ll_net_masked_nvfp4_combine", "ll_mask_clean": "ll_net_mask_clean",
+                "ll_copy": "ll_copy"}
 
 
 def _missing(what: str) -> NotImplementedError:
@@ -53,10 +54,8 @@ class LLNetMaskedGroup(LLNetGroup):
     def make_shape(self, name: str, shape: KernelShape) -> KernelShape:
         return shape if name == "ll_copy" else LLNetMaskedShape.over(shape, self.config, self.comm.topology.team_size)
 
-    def mask_clean(self) -> None:
-        """Refused: what was put to and by a masked rank would have to be awaited first."""
-        self.member_word("mask_clean", "mask")
-        raise _missing("mask_clean")
+    def clean_values(self) -> tuple[int, ...]:
+        return (self.device.address, *super().clean_values())
 
     def lost_ranks(self) -> bool:
         self._lost = super().lost_ranks()

@@ -35,9 +35,17 @@ all its members alike; it commits, fails, or is followed by one under a larger m
   R + 2 rounds. Deadlines grow, because a member may have waited for a dead one before it says its word: drain 1/2 timeout, HEAD 5/4, data 3/2,
   round r (7 + r) / 4. At most 2 R + 2 attempts. No wait is without deadline.
 * T-N9 Adds of a masked rank that come after all say that it came late: the async error. Nothing that it wrote was used (T-N1).
+* T-N10 (``mask_clean``) One agreement of T-N5 and T-N6 among all ranks, with words and an epoch of its own. JOIN of a rank tells its next epoch, and
+  to each rank how many adds it ever made there (MADE, which counts all attempts it entered, and these calls). A rank waits for JOIN of all and for
+  these adds, so all that a member ever put to another has landed, and both know what to count from (T-N2); the others are missing. Who is decided to
+  come is a member; all members go on at the largest of their epochs + 1, with empty slots. Whom a member masks only now did not come: it is told by a
+  view of the operation it will make next. Whoever was told to be out by then says so in its JOIN; if all members were, those who went on are not
+  among them, and all are out: no group forms beside theirs. Who finds JOINs of later calls goes there, unless others are where it is: then it is out
+  of this one. All who call add to their signals at the end, so these words are drained, too.
 
 A link that fails between two living ranks makes each, or both, a missing one for the other; views union this, so all go on without either that
-anybody misses. ``mask_clean`` is refused: to take a rank back its adds would have to be counted anew on both sides, and its puts awaited.
+anybody misses. If the whole network of a rank fails, its team, which it still reaches, learns both from it and from all others whom they miss, and
+goes on alone; if its team is itself only, the others go on without it, and it without them: that nobody hears it, it cannot know.
 """
 
 from __future__ import annotations
@@ -65,7 +73,10 @@ class LLNetMemberMap:
         returned: window offset of ``[R][M * K]`` rows that came back, by the rank that hosts the expert.
         returned_bytes: bytes of one rank's.
         total_bytes: size of the window.
+        joins: window offset of ``[2 banks][R][4]`` u64 {epoch of mask_clean, and: 1 | told to be out << 1; next epoch; my adds there so far; -}.
+        clean_views: window offset of the views of ``mask_clean``, as `views`.
         adds: offset in the local block of ``[32]`` u64: attempts in which that rank and I were members, but for the one that masked it.
+        made: offset in the local block of ``[32]`` u64: adds that I made at that rank.
         told: offset in the local block of u64, a bit per rank that was told to be out.
         go: offset in the local block of u64 {epoch, view}: what this rank saw of the HEADs of the attempt.
         local_bytes: size of the local block.
@@ -73,10 +84,13 @@ class LLNetMemberMap:
 
     rounds: int
     views: int
+    joins: int
+    clean_views: int
     returned: int
     returned_bytes: int
     total_bytes: int
     adds: int
+    made: int
     told: int
     go: int
     local_bytes: int
@@ -86,16 +100,20 @@ class LLNetMemberMap:
         """The plan of a group whose plan without masks is `net`."""
         rounds = num_ranks + 2
         views = align(net.total_bytes, SLOT_ALIGNMENT)
-        returned = align(views + 2 * (rounds + 1) * num_ranks * WORD, SLOT_ALIGNMENT)
+        size = 2 * (rounds + 1) * num_ranks * WORD
+        joins = align(views + size, 128)
+        clean_views = align(joins + 2 * num_ranks * 4 * WORD, 128)
+        returned = align(clean_views + size, SLOT_ALIGNMENT)
         returned_bytes = config.max_dispatch_tokens_per_rank * config.num_topk * config.row_bytes
         adds = align(net.local_bytes, 128)
-        return cls(rounds, views, returned, returned_bytes,
-                   align(returned + num_ranks * returned_bytes, SLOT_ALIGNMENT), adds, adds + 256, adds + 384, adds + 512)
+        end = align(returned + num_ranks * returned_bytes, SLOT_ALIGNMENT)
+        return cls(rounds, views, joins, clean_views, returned, returned_bytes, end, adds, adds + 256, adds + 512, adds + 640, adds + 768)
 
     def regions(self) -> list[tuple[str, int, int]]:
         """(name, first byte, end byte) of the added regions of the window."""
-        return [("VIEWS", self.views, self.returned), ("STAGING_OF_RANKS", self.returned, self.total_bytes)]
+        return [("VIEWS", self.views, self.joins), ("CLEAN_JOINS", self.joins, self.clean_views), ("CLEAN_VIEWS", self.clean_views, self.returned),
+                ("STAGING_OF_RANKS", self.returned, self.total_bytes)]
 
     def local_regions(self) -> list[tuple[str, int, int]]:
         """(name, first byte, end byte) of the added regions of the local block."""
-        return [("ADDS", self.adds, self.told), ("TOLD", self.told, self.told + 8), ("GO", self.go, self.go + 8)]
+        return [("ADDS", self.adds, self.made), ("MADE", self.made, self.told), ("TOLD", self.told, self.told + 8), ("GO", self.go, self.go + 8)]

@@ -95,9 +95,7 @@ class Masking:
         group: Group = self   # type: ignore[assignment]
         outcome = group.member_word("mask_clean", "outcome")
         kernel = group.kernel("ll_mask_clean", group.config.num_topk, 8)
-        values = (group.window.handle, group.rank, group.addresses()[0], group.signature(OpKind.CLEAN, 0, 0, group.config.num_topk),
-                  group.config.num_slots, group.config.wait_ns)
-        group.comm.submit(kernel, values, 1, "mask_clean", ())
+        group.comm.submit(kernel, self.clean_values(), 1, "mask_clean", ())
         group.comm.synchronize()
         group.slot_owner = [0] * group.config.num_slots
         group.slot_combined = [False] * group.config.num_slots
@@ -129,6 +127,12 @@ class Masking:
         group: Group = self   # type: ignore[assignment]
         group.member_word("error_clear", "mask")
         group._notice_words[0] = 0
+
+    def clean_values(self) -> tuple[int, ...]:
+        """Internal: what the kernel of `mask_clean` gets."""
+        group: Group = self   # type: ignore[assignment]
+        return (group.window.handle, group.rank, group.addresses()[0], group.signature(OpKind.CLEAN, 0, 0, group.config.num_topk),
+                group.config.num_slots, group.config.wait_ns)
 
     # ---- inside ------------------------------------------------------------------------------------------------------
     def member_word(self, what: str, name: str, count: int = 1) -> torch.Tensor:

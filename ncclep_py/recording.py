@@ -130,7 +130,7 @@ def kernels_of(config: GroupConfig, topology: Topology, multiprocessors: int, *,
         every = (config.slot_layout,)
     comm = RecordingCommunicator(topology, multiprocessors, fp4=nvfp4)
     with Group.create(comm, config) as group:
-        if config.enable_mask and topology.num_teams == 1:
+        if config.enable_mask:
             group.kernel("ll_mask_clean", config.num_topk, 8)
         for layout in layouts or every:
             for size in idx_bytes:

@@ -280,6 +280,11 @@ class Member:
         self.comm.exchange(None)   # as `settle`
         return made
 
+    def clean(self) -> None:
+        """All ranks take part again."""
+        self.out = False
+        self.call(self.group.mask_clean)
+
     def masked(self) -> list[int]:
         """Ranks that this one goes on without."""
         return [r for r, active in enumerate(self.group.mask_query().tolist()) if not active]
@@ -307,8 +312,8 @@ class Member:
             case.check_combined(self.rank, out)
 
 
-def low_masked(comm: Any, ranks: int, missing: int, cases: dict[str, list[Low]]) -> None:
-    """A rank does not come: the others mask it and go on, in both layouts; when it comes it is told so, and so are they."""
+def low_masked(comm: Any, missing: int, cases: dict[str, list[Low]]) -> None:
+    """A rank does not come: the others mask it and go on, in both layouts; when it comes it is told so, and so are they; then it is taken back."""
     group = Group.create(comm, MASKED)
     me, away = Member(comm, group), comm.rank == missing
     for case in cases["all"]:
@@ -327,6 +332,12 @@ def low_masked(comm: Any, ranks: int, missing: int, cases: dict[str, list[Low]])
     if not away:
         case.check_combined(comm.rank, out)
         assert isinstance(group.async_error(), EpMaskedError), "the rank that came late is not reported"
+    me.clean()
+    group.error_clear()
+    for case in cases["all"]:
+        me.step(case)
+    assert not me.out and not me.masked() and not group.get_async_error(), f"rank {comm.rank}: {me.out}, {me.masked()}, {group.async_error()}"
+    group.close()
 
 
 def low_cut(comm: Any, ranks: int, team: int, silent: int, seeds: int = 6) -> None:
@@ -472,8 +483,6 @@ HT_LAYOUTS = {"flat": Layout.FLAT, "expert_major": Layout.EXPERT_MAJOR}
 SCENARIOS = (*(f"ll_{name}" for name in LL_LAYOUTS), "ll_recipes", "ll_staged", "ll_windows", "ll_masked", "ll_graph", "ll_lost", "ll_masked_lost",
              *(f"ht_{name}" for name in HT_LAYOUTS), *(f"ht_{name}_drop" for name in HT_LAYOUTS), "ht_graph", "ht_lost")
 GPU_ONLY = ("ll_graph", "ht_graph", "ll_lost", "ht_lost", "ll_masked_lost")
-GONE = ("_lost", "_masked")
-"""Scenarios that end without some rank."""
 MISSING = 3
 """The rank that does not come."""
 
@@ -496,7 +505,7 @@ def program_of(scenario: str, ranks: int, team: int) -> Callable[[Any], None]:
     if scenario == "ll_masked":
         parts = {"all": [Low(ranks, layout, 1) for layout in LL_LAYOUTS.values()],
                  "masked": [Low(ranks, layout, 2, [MISSING]) for layout in LL_LAYOUTS.values()]}
-        return lambda comm: low_masked(comm, ranks, MISSING, parts)
+        return lambda comm: low_masked(comm, MISSING, parts)
     if scenario == "ll_masked_lost":
         return lambda comm: low_cut(comm, ranks, team, int(os.environ["LOOPBACK_LOSE_RANK"]))
     if rest == "graph":
@@ -543,12 +552,12 @@ def run(options: argparse.Namespace) -> int:
         world = LocalWorld(ranks, options.backend, **more)
         told, who = [comm.topology for comm in world.communicators], ""
         world.run(program)
-        if not options.scenario.endswith(GONE):
+        if not options.scenario.endswith("_lost"):
             world.close()
     assert all(t == topology for t in told), f"NCCL made {told[0]}, {topology} was asked for (NCCL_LSA_TEAM_SIZE)"
     sys.stdout.write(f"{who}{options.scenario}: bitwise equal, {topology.num_teams} teams; {used_network(plugin)}\n")
     sys.stdout.flush()
-    if options.scenario.endswith(GONE):
+    if options.scenario.endswith("_lost"):
         os._exit(0)   # ranks are gone: nothing collective can end this
     return 0
 

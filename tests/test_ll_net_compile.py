@@ -19,6 +19,7 @@ from ncclep_py.kernels.shape import PLAIN, KernelShape, Wire
 CONFIG = GroupConfig(num_experts=128, max_dispatch_tokens_per_rank=128, hidden=7168, num_topk=8)
 STACK = 320   # of NCCL's calls, and of room for them
 """Bytes of a thread's stack: NCCL keeps its structures there (152); nothing else is spilled in loops."""
+MASKED_STACK = STACK + 32   # what lives from attempt to attempt is more than registers hold
 
 
 STAGED = dataclasses.replace(CONFIG, num_slots=2, num_staging_slots=4)
@@ -46,7 +47,8 @@ MASKED = dataclasses.replace(CONFIG, enable_mask=True)
 MASKED_KERNELS = [("ll_net_masked_dispatch", EXPERT_MAJOR, PLAIN), ("ll_net_masked_dispatch", EXPERT_MAJOR, FORWARDED),
                   ("ll_net_masked_dispatch", EXPERT_MAJOR, QUANTISED), ("ll_net_masked_rank_major_dispatch", RANK_MAJOR, PLAIN),
                   ("ll_net_masked_rank_major_dispatch", RANK_MAJOR, QUANTISED), ("ll_net_masked_combine", EXPERT_MAJOR, PLAIN),
-                  ("ll_net_masked_combine", RANK_MAJOR, PLAIN), ("ll_net_masked_nvfp4_combine", RANK_MAJOR, PLAIN)]
+                  ("ll_net_masked_combine", RANK_MAJOR, PLAIN), ("ll_net_mask_clean", EXPERT_MAJOR, PLAIN),
+                  ("ll_net_masked_nvfp4_combine", RANK_MAJOR, PLAIN)]
 
 
 def masked_shape(layout, wire):
@@ -57,7 +59,7 @@ def masked_shape(layout, wire):
 def test_masked_kernel_is_linked_and_fits(name, layout, wire):
     made = launch.compile_kernel(launch.KernelSpec(name, masked_shape(layout, wire)), "sm_90")
     assert name in made.symbol and made.cubin.startswith(b"\x7fELF")
-    assert made.info["registers"] <= toolchain.MAX_REGISTERS and made.info["stack"] <= STACK
+    assert made.info["registers"] <= toolchain.MAX_REGISTERS and made.info["stack"] <= MASKED_STACK
     assert not re.search(rb"__cuda_sm\d+_(div|rem)_[su]64", made.cubin)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_masking import LAYOUTS, TOPK, Rank, config
 
-from ncclep_py import CombineConfig, DispatchConfig, EpRefusedError, Group, Layout, LocalWorld
+from ncclep_py import CombineConfig, DispatchConfig, EpError, EpRefusedError, Group, Layout, LocalWorld
 from ncclep_py.errors import Code, EpMaskedError
 from ncclep_py.ll_net_masked_group import LLNetMaskedGroup
 from ncclep_py.simulator import Faults
@@ -77,6 +77,66 @@ def test_a_rank_that_never_calls_is_masked_and_out_when_it_comes(ranks: int, tea
 
     active = [int(r != missing) for r in range(ranks)]
     assert run(program, team, ranks, seed, layout) == ["out" if r == missing else ([True] * 4, active, (Code.MASKED, missing)) for r in range(ranks)]
+
+
+@LAYOUTS
+@TEAMS
+@pytest.mark.parametrize("seed", range(2))
+def test_mask_clean_takes_a_rank_back(ranks: int, team: int, seed: int, layout: Layout) -> None:
+    missing = (seed + 1) % ranks
+
+    def program(r: Rank) -> Any:
+        r.dispatch(0)
+        good = [r.right(0, r.combine(0), ())]
+        if r.rank == missing:
+            r.sit_out(2)
+            if seed:
+                r.dispatch(9)   # it learns that it is out
+                with pytest.raises(EpMaskedError):
+                    r.group.check()
+        else:
+            r.dispatch(1)
+            good.append(r.right(1, r.combine(1), [missing]))
+            if seed:
+                r.dispatch(9)
+        r.group.mask_clean()
+        cleaned = r.active()
+        r.group.error_clear()
+        with pytest.raises(EpError, match="combine needs a dispatch"):   # slots are empty
+            r.combine(0)
+        for step in (3, 4):
+            r.dispatch(step)
+            good.append(r.right(step, r.combine(step), ()))
+        r.group.check()
+        return all(good), cleaned, r.active(), r.group.get_async_error()
+
+    assert run(program, team, ranks, seed, layout) == [(True, [1] * ranks, [1] * ranks, 0)] * ranks
+
+
+def test_mask_clean_leaves_out_who_does_not_come() -> None:
+    def program(r: Rank) -> Any:
+        if r.rank == 2:
+            r.sit_out(3)
+            with pytest.raises(EpMaskedError, match="rank 2 came too late to mask_clean"):
+                r.group.mask_clean()
+            good = True
+        else:
+            r.dispatch(0)
+            r.combine(0)
+            r.group.mask_clean()
+            good = r.active() == [1, 1, 0, 1]
+            r.sit_out()
+        if r.rank == 2:
+            r.sit_out(2)
+        else:
+            r.dispatch(1)
+            good = good and r.right(1, r.combine(1), [2])
+        r.group.mask_clean()   # rank 2 missed one
+        r.dispatch(2)
+        return good and r.right(2, r.combine(2), ()) and r.active() == [1, 1, 1, 1]
+
+    for team in (1, 2):
+        assert run(program, team) == [True] * 4
 
 
 def test_a_late_rank_is_reported() -> None:

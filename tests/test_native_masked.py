@@ -17,6 +17,7 @@ from native.machine import Machine
 
 from ncclep_py.config import GroupConfig
 from ncclep_py.errors import Code
+from ncclep_py.kernels.ll_net_mask_clean import make_ll_net_mask_clean
 from ncclep_py.kernels.ll_net_masked_combine import make_ll_net_masked_combine
 from ncclep_py.kernels.ll_net_masked_dispatch import make_ll_net_masked_dispatch
 from ncclep_py.kernels.ll_net_masked_rank_major_dispatch import make_ll_net_masked_rank_major_dispatch
@@ -48,13 +49,17 @@ def run(machine: Machine, tokens: Sequence[int], team: int, seed: int = 0, text:
     if differ:
         p.local_word(0, p.words.mask)[:] = differ
     if wire is PLAIN:
-        p.play(text)
+        for n, part in enumerate(text.split(" | ")):
+            if n:
+                p.clean()
+            p.play(part)
     else:
         p.dispatch_quantised(0)
         p.dispatch_quantised(0)
     if dies[0] >= 0:
         sim.scheduler.dead.add(dies[0])
-    machine.run(sim, team, {"dispatch": dispatch, "combine": make_ll_net_masked_combine}, [p.shape] * len(tokens), seed, dies=dies)
+    factories = {"dispatch": dispatch, "combine": make_ll_net_masked_combine, "clean": make_ll_net_mask_clean}
+    machine.run(sim, team, factories, [p.shape] * len(tokens), seed, dies=dies)
     return p
 
 
@@ -95,6 +100,22 @@ def test_a_rank_that_stops_is_masked_by_all_alike(machine: Machine, seed: int, t
     assert {e.mask() for e in p.ended[2:] if e.what != p.ended[0].what} <= {0, 1 << dies[0]} and p.ended[-1].mask() == 1 << dies[0]
     survivors = [r for r in range(4) if r != dies[0]]
     assert {(n.code, n.peer) for n in map(p.notice, survivors) if n} == {(Code.MASKED, dies[0])}
+
+
+@LAYOUTS
+@pytest.mark.parametrize("team", [1, 2])
+def test_mask_clean_takes_ranks_back(machine: Machine, team: int, dispatch: Any) -> None:
+    """Rank 3 is masked by one rank, and learns it in its dispatch; after `mask_clean` all take part, and after a second one, too."""
+    p = run(machine, (4, 2, 3, 4), team, text="D X C | D X C | D X C", differ=0b1000, dispatch=dispatch, epoch=2**32 - 4)
+    p.check()
+    assert [e.mask() for e in p.ended] == [0b1000] * 2 + [0] * 6 and all(e.members() == [0, 1, 2, 3] for e in p.ended[2:])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mask_clean_without_a_dead_rank_keeps_it_out(machine: Machine, seed: int) -> None:
+    p = run(machine, (4, 2, 3, 4), 1 + seed % 2, seed, "D X C | D X C", dies=(seed, (0, 4, 6, 6)[seed], 3000 * seed))
+    p.check()
+    assert p.ended[-1].mask() == 1 << seed and p.ended[-1].members() == [r for r in range(4) if r != seed]
 
 
 def test_masks_that_differ_become_their_union(machine: Machine) -> None:

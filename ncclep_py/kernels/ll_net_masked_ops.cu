@@ -209,8 +209,8 @@ OP ep_ll_net_hear(i64 window, i64 views, i64 rank, i64 num_ranks, i64 mask, i64 
   }
   return tell_word(result);
 }
-OP ep_ll_net_conclude_members(i64 comm, i64 window, i64 heads, i64 arrived, i64 rank, i64 num_ranks, i64 team_size, i64 adds, i64 told, i64 members,
-                              i64 masked_at, i64 epoch, i64 signature, i64 mask, i64 view, i64 left, i64 notice, i64 fail, i64 record) {
+OP ep_ll_net_conclude_members(i64 comm, i64 window, i64 heads, i64 arrived, i64 rank, i64 num_ranks, i64 team_size, i64 adds, i64 made, i64 told,
+                              i64 members, i64 masked_at, i64 epoch, i64 signature, i64 mask, i64 view, i64 left, i64 notice, i64 fail, i64 record) {
   bool in_mask = mask >> rank & 1, member = is_member(mask, num_ranks), other = lane() < num_ranks && lane() != rank;
   u32 next = (u32(view) & MISSED) | u32(mask);
   int code = 0;
@@ -239,6 +239,7 @@ OP ep_ll_net_conclude_members(i64 comm, i64 window, i64 heads, i64 arrived, i64 
   if (late) since[lane()] = before | 1;
   else if (unknown) since[lane()] = before;
   else if (newly) since[lane()] = tagged(epoch, came);
+  if (member && other && !in_mask) ((u64*)made)[lane()] += 1;
   if (member && other && !in_mask && !(next >> lane() & 1)) counts[lane()] = count + 1;
   u32 all_new = __ballot_sync(~0u, newly), all_late = __ballot_sync(~0u, late);
   if (lane() == 0) {
@@ -350,4 +351,114 @@ OP ep_ll_net_sum_packed_member_row(i64 window, i64 returned, i64 returned_bytes,
   int row = lane() < num_topk ? ((const int*)table)[at] : -1;
   u64 mine = row_back(window, returned, returned_bytes, row, token, num_topk, num_experts, num_ranks, plane_rows, row_bytes, rank, mask);
   return sum_packed(mine, weights, at, out + token * row_bytes, row_bytes, 0, row_bytes / 1024);
+}
+
+// ---- mask_clean (T-N10) --------------------------------------------------------------------------------------------------------------------------
+INLINE i64 join_at(i64 joins, i64 num_ranks, i64 epoch, i64 source) { return joins + ((epoch & 1) * num_ranks + source) * 32; }
+INLINE bool is_later_join(u64 word, i64 epoch) { return (u32(word) & 1) && later(u32(word >> 32), u32(epoch)) > 0; }   // not fresh memory
+OP ep_ll_net_clean_epoch(i64 window, i64 joins, i64 rank, i64 num_ranks, i64 epoch) {
+  u32 found = 0;
+  if (warp() == 0) {
+    u64 at = peer_at(window, joins + (lane() < num_ranks ? lane() : rank) * 32, rank);
+    u32 mine = u32(epoch);
+    for (int bank = 0; bank < 2; ++bank) {
+      u64 word = load_relaxed_sys(at + bank * num_ranks * 32);
+      if (is_later_join(word, mine)) mine = u32(word >> 32);
+    }
+    found = latest(mine, (1u << num_ranks) - 1, num_ranks);
+  }
+  return tell_word(found);
+}
+OP ep_ll_net_is_told(i64 window, i64 views, i64 rank, i64 num_ranks, i64 rounds, i64 own, i64 mask) {
+  bool out = mask >> rank & 1;
+  for (int i = threadIdx.x; i < 2 * (rounds + 1) * num_ranks; i += blockDim.x) {
+    u64 word = load_relaxed_sys(peer_at(window, views + 8 * i, rank));
+    out |= (u32(word) & SAID) && later(u32(word >> 32), u32(own)) >= 0 && i % int(num_ranks) != rank && (word >> rank & 1);
+  }
+  return __syncthreads_or(out);
+}
+OP ep_ll_net_send_join(i64 comm, i64 window, i64 joins, i64 rank, i64 num_ranks, i64 team_size, i64 made, i64 epoch, i64 own, i64 stranded) {
+  i64 at = join_at(joins, num_ranks, epoch, rank);
+  if (lane() < num_ranks) {
+    u64 words[3] = {tagged(epoch, 1 | u32(stranded) << 1), tagged(epoch, u32(own)), tagged(epoch, u32(((const u64*)made)[lane()]))};
+    bool near_by = of_team(lane(), rank, team_size);
+    for (int i = 0; i < 3; ++i)
+      if (near_by) store_relaxed_sys(peer_at(window, at + 8 * i, lane()), words[i]);
+      else gin_put_value(comm, window, lane(), 0, at + 8 * i, words[i]);
+  }
+  __syncwarp();
+  return 0;
+}
+INLINE bool adds_here(i64 comm, int peer, i64 contexts, u32 least) {   // acquire, by the lane that looks
+  bool all = later(u32(gin_signal_value(comm, 0, 2 * peer)), least) >= 0;
+  for (int c = 0; c < contexts; ++c) all &= later(u32(gin_signal_value(comm, c, 2 * peer + 1)), least) >= 0;
+  return all;
+}
+OP ep_ll_net_wait_joins(i64 comm, i64 window, i64 joins, i64 views, i64 rank, i64 num_ranks, i64 team_size, i64 contexts, i64 rounds, i64 epoch,
+                        i64 timeout) {
+  u32 seen = 0;
+  if (warp() == 0) {
+    bool other = lane() < num_ranks && lane() != rank, far = other && !of_team(lane(), rank, team_size), done = !other;
+    bool came = false, ahead = false, out = false;
+    int source = other ? lane() : int(rank);
+    u64 at = peer_at(window, join_at(joins, num_ranks, epoch, source), rank), next = peer_at(window, join_at(joins, num_ranks, epoch + 1, source), rank);
+    u64 first = peer_at(window, view_at(views, num_ranks, rounds, 1, epoch, source), rank);
+    u32 missing = wait_lanes(u64(timeout + timeout / 4), [&] {
+      if (done) return true;
+      u64 word = load_relaxed_sys(at), own = load_relaxed_sys(at + 8), made = load_relaxed_sys(at + 16);
+      ahead = is_later_join(word, epoch) || is_later_join(load_relaxed_sys(next), epoch);
+      came = (u32(word) & 1) && u32(word >> 32) == u32(epoch);
+      done = came && u32(own >> 32) == u32(epoch) && u32(made >> 32) == u32(epoch) && (!far || adds_here(comm, lane(), contexts, u32(made)));
+      return done;
+    }, [&] {
+      u64 said = other ? load_relaxed_sys(first) : 0;
+      out = is_said(said, epoch) && (said >> rank & 1);
+      return out || ahead;
+    });
+    bool others = missing && __any_sync(~0u, ahead);
+    if (__any_sync(~0u, out) || (others && __any_sync(~0u, came))) seen = 1u << rank;   // some are here, some further on: I hold up neither
+    else seen = others ? FAILED_VIEW : missing;
+  }
+  return tell_word(seen);
+}
+OP ep_ll_net_all_stranded(i64 window, i64 joins, i64 rank, i64 num_ranks, i64 epoch, i64 view) {
+  bool member = is_member(view, num_ranks);
+  u64 word = load_relaxed_sys(peer_at(window, join_at(joins, num_ranks, epoch, member ? lane() : int(rank)), rank));
+  return !__any_sync(~0u, member && !(word & 2));
+}
+OP ep_ll_net_signal_clean(i64 comm, i64 rank, i64 num_ranks, i64 team_size, i64 contexts) {
+  net_release();
+  if (lane() < num_ranks && !of_team(lane(), rank, team_size)) {
+    gin_signal(comm, lane(), 0, 2 * rank, 1);
+    for (int c = 0; c < contexts; ++c) gin_signal(comm, lane(), c, 2 * rank + 1, 1);
+  }
+  __syncwarp();
+  return 0;
+}
+OP ep_ll_net_readmit(i64 comm, i64 window, i64 joins, i64 rank, i64 num_ranks, i64 team_size, i64 epoch, i64 code, i64 view, i64 adds, i64 made,
+                     i64 told, i64 members, i64 masked_at, i64 word, i64 header, i64 num_slots, i64 own) {
+  bool other = lane() < num_ranks && lane() != rank, far = other && !of_team(lane(), rank, team_size), in = is_member(view, num_ranks);
+  u64 *counts = (u64*)adds, *since = (u64*)masked_at;
+  if (other) ((u64*)made)[lane()] += 1;
+  if (code) {
+    if (lane() == 0) *(u64*)members |= 1u << rank;
+    return code;
+  }
+  u64 at = peer_at(window, join_at(joins, num_ranks, epoch, in ? lane() : int(rank)), rank);
+  u32 theirs = u32(load_relaxed_sys(at + 8)), so_far = u32(load_relaxed_sys(at + 16));
+  u32 next = latest(theirs, ~u32(view) & ((1u << num_ranks) - 1), num_ranks) + 1;
+  if (far) {
+    u64 now = gin_signal_value(comm, 0, 2 * lane() + 1);
+    counts[lane()] = in ? now + i64(int(so_far - u32(now))) + 1 : now > counts[lane()] ? now : counts[lane()];
+  }
+  if (other && in) since[lane()] = 0;
+  else if (other && since[lane()] == 0) since[lane()] = tagged(own, 0);
+  if (lane() == 0) {
+    *(u64*)told = u32(view);
+    *(u64*)members = u32(view);
+    *(u64*)word = next;
+    for (int i = 0; i < 2 * num_slots; ++i) ((i64*)header)[i] = 0;
+  }
+  __syncwarp();
+  return 0;
 }

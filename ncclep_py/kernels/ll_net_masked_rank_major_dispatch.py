@@ -27,8 +27,8 @@ def make_ll_net_masked_rank_major_dispatch(shape: LLNetMaskedShape, ops: Vocabul
     PLANE_ROWS, HEADS, ARRIVED, SENT = shape.window.plane_rows, shape.window.heads, shape.window.arrived, shape.net.sent
     EPOCH, BLOCKS_DONE, FAIL, BLOCKS_TOLD = shape.local.epoch, shape.local.blocks_done, shape.local.fail, shape.net.count + 8
     MASK, OUTCOME, MASKED_AT, WAITED = mine.mask, mine.outcome, mine.masked_at, mine.waited
-    VIEWS, ROUNDS, ADDS, TOLD, GO = (
-        shape.members.views, shape.members.rounds, shape.members.adds, shape.members.told, shape.members.go)
+    VIEWS, ROUNDS, ADDS, MADE, TOLD, GO = (
+        shape.members.views, shape.members.rounds, shape.members.adds, shape.members.made, shape.members.told, shape.members.go)
     TEAM, MOST, CONTEXTS = shape.net.team_size, shape.net.tokens, shape.net.num_contexts
     SENT_BYTES, SCALE_BYTES, SCALES = shape.sent_bytes, shape.wire.scale_bytes, shape.slot_scales
     QUANTISE, ROUND = shape.wire.quantise, int(shape.wire.round_scales)
@@ -125,8 +125,8 @@ def make_ll_net_masked_rank_major_dispatch(shape: LLNetMaskedShape, ops: Vocabul
                     if decided != 0 and (view >> rank) & 1 == 0:
                         say(comm, window, VIEWS, rank, RANKS, TEAM, silent, ROUNDS, 0, epoch, view)
                     left = ATTEMPTS - 1 - attempt if decided != 0 else -1
-                    code = conclude(comm, window, HEADS, ARRIVED, rank, RANKS, TEAM, adds, local + TOLD, local + MASK, local + MASKED_AT, epoch,
-                                    signature, mask, view, left, record + NOTICE, fail, record)
+                    code = conclude(comm, window, HEADS, ARRIVED, rank, RANKS, TEAM, adds, local + MADE, local + TOLD, local + MASK,
+                                    local + MASKED_AT, epoch, signature, mask, view, left, record + NOTICE, fail, record)
                     if code == AGAIN:
                         advance_epoch(local + EPOCH, epoch)
                     tell_outcome(local + OUTCOME, epoch, code | SAID)

@@ -16,6 +16,9 @@ LL_NET_MASKED_PARAMETERS = {
     "told": "address of the ranks that were told, u64",
     "adds": "address of the attempts in which each rank and I were members, but for the one that masked it, [32] u64",
     "returned_bytes": "bytes of the rows that one rank sends back",
+    "made": "address of the adds that I made at each rank, [32] u64",
+    "own": "epoch of my next operation",
+    "stranded": "1 if I was told that the others went on without me",
 }
 """Meaning of the parameters that no other vocabulary has."""
 
@@ -50,9 +53,9 @@ LL_NET_MASKED_OPERATIONS: tuple[tuple, ...] = (
     ("ll_net_hear", "block", "window views rank num_ranks mask rounds round epoch view timeout", "ld.relaxed.sys view; bar.sync",
      "Wait for the views of all members that are not in mine, or for what somebody decided. The view after that, with SAID if it is decided."),
     ("ll_net_conclude_members", "warp",
-     f"comm window heads arrived {_TEAM} adds told members masked_at epoch signature mask view left notice fail record",
-     "ld.weak masked_at; ld.weak adds; ld.relaxed.sys head; ld.relaxed.sys arrived; ld.relaxed.sys net; st.weak masked_at; "
-     "st.weak adds; st.weak told; st.weak members",
+     f"comm window heads arrived {_TEAM} adds made told members masked_at epoch signature mask view left notice fail record",
+     "ld.weak masked_at; ld.weak adds; ld.weak made; ld.relaxed.sys head; ld.relaxed.sys arrived; ld.relaxed.sys net; st.weak masked_at; "
+     "st.weak adds; st.weak made; st.weak told; st.weak members",
      "The code of this attempt, the mask of the next, and the async error if a rank was masked or a masked one came."),
     ("ll_net_count_messages", "block", f"window messages most {_SIZES} plane_rows message_bytes rank mask epoch expert_counters",
      "bar.sync; ld.weak staging; bar.sync; st.weak expert_counters",
@@ -74,5 +77,23 @@ LL_NET_MASKED_OPERATIONS: tuple[tuple, ...] = (
     ("ll_net_sum_packed_member_row", "warp",
      f"window returned returned_bytes table weights out token {_SIZES} plane_rows row_bytes rank mask",
      "ld.weak table; ld.weak returned; ld.nc weights; st.weak out", "`sum_packed_row` of a whole row from what members sent back."),
+    # ---- mask_clean ---------------------------------------------------------------------------------------------------
+    ("ll_net_clean_epoch", "block", "window joins rank num_ranks epoch", "ld.relaxed.sys join; bar.sync",
+     "The latest epoch of `mask_clean` that any rank came to, at least mine."),
+    ("ll_net_is_told", "block", "window views rank num_ranks rounds own mask", "ld.relaxed.sys view; bar.sync",
+     "Whether others told me that I am out, of an attempt that I have yet to make."),
+    ("ll_net_send_join", "warp", f"comm window joins {_TEAM} made epoch own stranded", "ld.weak made; st.relaxed.sys join; st.relaxed.sys net",
+     "Tell all ranks that I came to `mask_clean`, my next epoch, and how many adds I made at each."),
+    ("ll_net_wait_joins", "block", f"comm window joins views {_TEAM} contexts rounds epoch timeout",
+     "ld.relaxed.sys join; ld.relaxed.sys view; ld.acquire.sys net; bar.sync",
+     "Wait until all ranks came, and all they ever put is here; or for a first view with me in it. My view; FAILED if I should go where others are."),
+    ("ll_net_all_stranded", "warp", "window joins rank num_ranks epoch view", "ld.relaxed.sys join",
+     "1 if all that are not in a view were told to be out: those that went on are not among them."),
+    ("ll_net_signal_clean", "warp", f"comm {_TEAM} contexts", _ISSUE, "Add 1 to all my signals at all networked ranks."),
+    ("ll_net_readmit", "warp",
+     f"comm window joins {_TEAM} epoch code view adds made told members masked_at word header num_slots own",
+     "ld.weak adds; ld.weak made; ld.weak masked_at; ld.weak members; ld.relaxed.sys join; ld.relaxed.sys net; st.weak adds; st.weak made; "
+     "st.weak told; st.weak members; st.weak masked_at; st.weak epoch; st.weak header",
+     "The end of `mask_clean`: members, the largest of their epochs + 1, what is awaited of each, empty slots; with a code only that I am out."),
 )
 """In the order of an operation's life."""

@@ -392,12 +392,13 @@ def ll_net_hear(call: Call, task: Task, window: int, views: int, rank: int, num_
 
 
 def ll_net_conclude_members(call: Call, task: Task, comm: int, window: int, heads: int, arrived: int, rank: int, num_ranks: int, team_size: int,
-                            adds: int, told: int, members: int, masked_at: int, epoch: int, signature: int, mask: int, view: int, left: int,
-                            notice: int, fail: int, record: int) -> int:
+                            adds: int, made: int, told: int, members: int, masked_at: int, epoch: int, signature: int, mask: int, view: int,
+                            left: int, notice: int, fail: int, record: int) -> int:
     """How this attempt ends."""
     network, team, code = _network(call, comm), _team(rank, team_size), 0
     following = (view & FAILED - 1) | mask
     counts: list[int] = []
+    sums: list[int] = []
     since: list[int] = []
     events: list[tuple[Code, int]] = []
     arrivals: dict[int, int] = {}
@@ -413,6 +414,13 @@ def ll_net_conclude_members(call: Call, task: Task, comm: int, window: int, head
             since.extend(_read_adds(access, masked_at, num_ranks))
         else:
             access.write(masked_at, np.array(since, np.int64).view(np.uint8))
+
+    def count_made(access: Access) -> None:
+        if access.effect.kind == "ld":
+            sums.extend(_read_adds(access, made, num_ranks))
+        elif not mask >> rank & 1:
+            now = [n + (r != rank and not mask >> r & 1) for r, n in enumerate(sums)]
+            access.write(made, np.array(now, np.int64).view(np.uint8))
 
     def count(access: Access) -> None:
         if access.effect.kind == "ld":
@@ -458,7 +466,8 @@ def ll_net_conclude_members(call: Call, task: Task, comm: int, window: int, head
     def tell(access: Access) -> None:
         access.write(told, np.array([following], np.uint64).view(np.uint8))
 
-    call.perform(task, (), {"masked_at": masked, "adds": count, "head": head, "arrived": look, "net": net, "told": tell, "members": store})
+    call.perform(task, (), {"masked_at": masked, "adds": count, "made": count_made, "head": head,
+                            "arrived": look, "net": net, "told": tell, "members": store})
     if code in (0, Code.AGAIN):
         for r in {r for r in range(num_ranks) if following >> r & 1} - call.sim.memory.outcast:
             call.sim.memory.outcast.add(r)
@@ -634,3 +643,217 @@ def ll_net_sum_packed_member_row(call: Call, task: Task, window: int, returned: 
 
     return call.perform(task, (), {"table": lambda a: rows.extend(_read_rows(a, table, token, num_topk)), "returned": take, "weights": read_weights,
                                    "out": add})
+
+
+# ---- mask_clean ------------------------------------------------------------------------------------------------------------------
+def _join_at(joins: int, num_ranks: int, epoch: int, source: int) -> int:
+    """Window offset of a rank's words."""
+    return joins + ((epoch & 1) * num_ranks + source) * 32
+
+
+def _is_later_join(value: int, epoch: int) -> bool:
+    """Not fresh memory, and of a call after this one."""
+    return bool(value & 1) and ahead(value >> 32, epoch) > 0
+
+
+def ll_net_clean_epoch(call: Call, task: Task, window: int, joins: int, rank: int, num_ranks: int, epoch: int) -> int:
+    """The latest call that anybody came to."""
+    def look(access: Access) -> int:
+        if task.warp:
+            return 0
+        found = epoch
+        for i in range(2 * num_ranks):
+            value = access.load(access.word(_local(call, task, window, joins + 32 * i)))
+            if _is_later_join(value, found):
+                found = value >> 32
+        return found
+
+    return call.perform(task, (window, joins, rank, num_ranks, epoch), {"join": look})
+
+
+def ll_net_is_told(call: Call, task: Task, window: int, views: int, rank: int, num_ranks: int, rounds: int, own: int, mask: int) -> int:
+    """Whether I am out."""
+    def look(access: Access) -> int:
+        if task.warp:
+            return 0
+        words = [access.load(access.word(_local(call, task, window, views + 8 * i))) for i in range(2 * (rounds + 1) * num_ranks)
+                 if i % num_ranks != rank]
+        return int(mask >> rank & 1 or any(v & SAID and ahead(v >> 32, own) >= 0 and v >> rank & 1 for v in words))
+
+    return call.perform(task, (window, views, rank, num_ranks, rounds, own, mask), {"view": look})
+
+
+def ll_net_send_join(call: Call, task: Task, comm: int, window: int, joins: int, rank: int, num_ranks: int, team_size: int, made: int, epoch: int,
+                     own: int, stranded: int) -> int:
+    """My three words to all."""
+    at, team = _join_at(joins, num_ranks, epoch, rank), _team(rank, team_size)
+    counts: list[int] = []
+
+    def words(peer: int) -> list[int]:
+        return [tagged(epoch, 1 | stranded << 1), tagged(epoch, own), tagged(epoch, counts[peer] & LOW)]
+
+    def store(access: Access) -> None:
+        for peer in team:
+            for i, word in enumerate(words(peer)):
+                access.store(call.sim.peer_address(task, window, at + 8 * i, peer), word)
+            call.scheduler.split()
+
+    def net(access: Access) -> None:
+        for peer in _networked(rank, num_ranks, team_size):
+            for i, word in enumerate(words(peer)):
+                _network(call, comm).put_value(task, window, peer, 0, at + 8 * i, word)
+            call.scheduler.split()
+
+    return call.perform(task, (), {"made": lambda a: counts.extend(_read_adds(a, made, num_ranks)), "join": store, "net": net})
+
+
+def ll_net_wait_joins(call: Call, task: Task, comm: int, window: int, joins: int, views: int, rank: int, num_ranks: int, team_size: int,
+                      contexts: int, rounds: int, epoch: int, timeout: int) -> int:
+    """All ranks' words, and all they ever put."""
+    network, sources, team = _network(call, comm), [s for s in range(num_ranks) if s != rank], _team(rank, team_size)
+    signals = [(c, half) for c in range(contexts) for half in (0, 1) if half or c == 0]
+
+    def join(access: Access) -> int:
+        if task.warp:
+            return 0
+
+        def word(s: int, i: int, turn: int = 0) -> Word:
+            return access.word(_local(call, task, window, _join_at(joins, num_ranks, epoch + turn, s) + 8 * i))
+
+        words = {s: [word(s, i) for i in range(3)] for s in sources}
+        later = {s: word(s, 0, 1) for s in sources}
+        first = [access.word(_local(call, task, window, _view_at(views, num_ranks, rounds, 1, epoch, s))) for s in sources]
+        came: set[int] = set()
+        done: set[int] = set()
+        further = False
+
+        def fits(value: int) -> bool:
+            return value >> 32 == epoch
+
+        def here(s: int) -> bool:
+            nonlocal further
+            if s in done:
+                return True
+            values = [w.peek(task.agent).value for w in words[s]]
+            further = further or _is_later_join(values[0], epoch) or _is_later_join(later[s].peek(task.agent).value, epoch)
+            if values[0] & 1 and fits(values[0]):
+                came.add(s)
+            if not (values[0] & 1 and all(map(fits, values))):
+                return False
+            if s in team or all(network.seen(rank, c, 2 * s + half) >= values[2] & LOW for c, half in signals):
+                done.add(s)
+            return s in done
+
+        def said(s: int) -> bool:
+            def issued(value: int) -> bool:
+                return fits(value) and (s in team or all(_due(call, task, s, c, 2 * s + half, value & LOW) for c, half in signals))
+
+            return all(_sent(w, call, task, fits) for w in words[s][:2]) and _sent(words[s][2], call, task, issued)
+
+        def out() -> bool:
+            return any(v >> 32 == epoch and v & SAID and v >> rank & 1 for v in (w.peek(task.agent).value for w in first))
+
+        missing = _wait(call, task, sources, here, said, lambda: out() or further, "mask_clean")
+        for s in sources:
+            for w in (*words[s], later[s]):
+                access.load(w)
+        if out() or (missing and further and came):
+            return 1 << rank
+        return FAILED if missing and further else sum(1 << s for s in missing)
+
+    def net(access: Access) -> None:
+        if not task.warp and access.effect.order == "acquire" and access.effect.scope == "sys":
+            for s in sources:
+                if s not in team:
+                    for c, half in signals:
+                        network.acquire(task, c, 2 * s + half)
+
+    given = (comm, window, joins, views, rank, num_ranks, team_size, contexts, rounds, epoch, timeout)
+    return call.perform(task, given, {"join": join, "view": lambda a: None, "net": net})
+
+
+def ll_net_all_stranded(call: Call, task: Task, window: int, joins: int, rank: int, num_ranks: int, epoch: int, view: int) -> int:
+    """Whether none of those that went on is a member."""
+    def look(access: Access) -> int:
+        return int(all(access.load(access.word(_local(call, task, window, _join_at(joins, num_ranks, epoch, s)))) & 2
+                       for s in _members(num_ranks, view)))
+
+    return call.perform(task, (), {"join": look})
+
+
+def ll_net_signal_clean(call: Call, task: Task, comm: int, rank: int, num_ranks: int, team_size: int, contexts: int) -> int:
+    """One add to all my signals."""
+    def net(access: Access) -> None:
+        for peer in _networked(rank, num_ranks, team_size):
+            _network(call, comm).signal(task, peer, 0, 2 * rank, 1)
+            for c in range(contexts):
+                _network(call, comm).signal(task, peer, c, 2 * rank + 1, 1)
+            call.scheduler.split()
+
+    return call.perform(task, (), {"net": net})
+
+
+def ll_net_readmit(call: Call, task: Task, comm: int, window: int, joins: int, rank: int, num_ranks: int, team_size: int, epoch: int, code: int,
+                   view: int, adds: int, made: int, told: int, members: int, masked_at: int, word: int, header: int, num_slots: int,
+                   own: int) -> int:
+    """Who is a member, what is awaited of each, and where all go on."""
+    network, team = _network(call, comm), _team(rank, team_size)
+    held: dict[str, list[int]] = {}
+    theirs: dict[int, int] = {}
+    so_far: dict[int, int] = {}
+    addresses = {"adds": adds, "made": made, "masked_at": masked_at}
+
+    def words(access: Access) -> None:
+        noun = access.effect.noun
+        if access.effect.kind == "ld":
+            held[noun] = _read_adds(access, addresses[noun], num_ranks)
+        elif noun == "made":
+            access.write(made, np.array([n + (r != rank) for r, n in enumerate(held[noun])], np.int64).view(np.uint8))
+        elif not code:
+            access.write(addresses[noun], np.array(held[noun], np.int64).view(np.uint8))
+
+    def join(access: Access) -> None:
+        for s in _members(num_ranks, view):
+            at = _local(call, task, window, _join_at(joins, num_ranks, epoch, s))
+            theirs[s], so_far[s] = (access.load(access.word(at + 8 * i)) & LOW for i in (1, 2))
+
+    def net(access: Access) -> None:
+        for r in range(num_ranks):
+            now = network.seen(rank, 0, 2 * r + 1) if r not in team else 0
+            if r not in team:
+                held["adds"][r] = now + _signed(so_far[r] - now) + 1 if r in so_far else max(now, held["adds"][r])
+            if r in so_far:
+                held["masked_at"][r] = 0
+            elif r != rank and held["masked_at"][r] == 0:
+                held["masked_at"][r] = int(np.array([tagged(own, 0)], np.uint64).view(np.int64)[0])
+
+    def member(access: Access) -> None:
+        if access.effect.kind == "ld":
+            held["members"] = access.read(members, 8).view(np.int64).tolist()
+        else:
+            access.write(members, np.array([held["members"][0] | 1 << rank if code else view], np.uint64).view(np.uint8))
+
+    def store(access: Access) -> None:
+        if code:
+            return
+        following = own
+        for other in theirs.values():
+            following = other if ahead(other, following) > 0 else following
+        places = {"told": (told, [view]), "epoch": (word, [(following + 1) & LOW]), "header": (header, [0] * (2 * num_slots))}
+        where, data = places[access.effect.noun]
+        access.write(where, np.array(data, np.uint64).view(np.uint8))
+
+    call.perform(task, (), {"adds": words, "made": words, "masked_at": words, "members": member, "join": join, "net": net, "told": store,
+                            "epoch": store, "header": store})
+    if not code:
+        call.sim.memory.outcast -= set(_members(num_ranks, view))
+        for r in {r for r in range(num_ranks) if view >> r & 1} - call.sim.memory.outcast:
+            call.sim.memory.outcast.add(r)
+            call.sim.memory.forgive(r)
+            network.forgive(r)
+    return code
+
+
+def _signed(value: int) -> int:
+    """Of 32 bits."""
+    return (value + (1 << 31) & LOW) - (1 << 31)

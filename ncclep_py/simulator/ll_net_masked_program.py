@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ncclep_py.config import GroupConfig
-from ncclep_py.kernels import ll_net_masked_combine, ll_net_masked_dispatch, ll_net_masked_rank_major_dispatch
+from ncclep_py.kernels import ll_net_mask_clean, ll_net_masked_combine, ll_net_masked_dispatch, ll_net_masked_rank_major_dispatch
 from ncclep_py.kernels.ll_net_masked_shape import LLNetMaskedShape
 from ncclep_py.kernels.shape import PLAIN, KernelShape, Wire
 from ncclep_py.simulator.engine import Simulator
@@ -30,7 +30,8 @@ class LLNetMaskedProgram(MaskedProgram):
         """As `MaskedProgram`; `wire`: rows of a recipe, dispatched by `dispatch_quantised` and not combined."""
         self.team_size, self.wire = team_size, wire
         self.network = Network(sim, team_size, min(config.max_dispatch_tokens_per_rank, 4))
-        super().__init__(sim, config, num_tokens, make_dispatch=make_dispatch or self.make_dispatch_kernel, make_combine=make_combine, **more)
+        super().__init__(sim, config, num_tokens, make_dispatch=make_dispatch or self.make_dispatch_kernel, make_combine=make_combine,
+                         **{"make_clean": ll_net_mask_clean.make_ll_net_mask_clean} | more)
         self.parameters = {"dispatch": self.dispatches.PARAMETERS, "combine": ll_net_masked_combine.PARAMETERS}
 
     def make_shape(self, shape: KernelShape) -> LLNetMaskedShape:
@@ -43,6 +44,9 @@ class LLNetMaskedProgram(MaskedProgram):
                 shape.local.regions() + net.local_regions() + more.local_regions())
 
     dispatch_quantised, _bytes, _check_arrived = LLNetProgram.dispatch_quantised, LLNetProgram._bytes, LLNetProgram._check_arrived
+
+    def clean_values(self, rank: int, kind: int) -> tuple[int, ...]:
+        return (self.network.number, *super().clean_values(rank, kind))
 
     def check_agreement(self, everybody: bool = False) -> None:
         """As `MaskedProgram`, of the survivors: what a rank that died said last may have reached nobody."""

@@ -98,9 +98,12 @@ class MaskedProgram(Program):
         """Enqueue ``mask_clean``."""
         kind = Signature(OpKind.CLEAN, 0, self.shape.token_type, 0, 0, self.num_topk, self.shape.row_bytes // 16).pack()
         for rank in self.ranks if ranks is None else ranks:
-            values = (self.window, rank, self.local[rank].ctypes.data, kind, self.config.num_slots, 0)
-            self.sim.launch(rank, self.clean_kernel, values, 1, label="clean")
+            self.sim.launch(rank, self.clean_kernel, self.clean_values(rank, kind), 1, label="clean")
         return self._look("clean", ranks)
+
+    def clean_values(self, rank: int, kind: int) -> tuple[int, ...]:
+        """What the kernel gets; `kind`: its signature."""
+        return self.window, rank, self.local[rank].ctypes.data, kind, self.config.num_slots, 0
 
     # ---- results -----------------------------------------------------------------------------------------------------------
     def check(self, everybody: bool = False) -> None:
