@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -30,7 +30,7 @@ FAULTS = ("dead", "lost", "slow", "late", "stalled", "cut", "gone")
 a rank is not there and takes nothing."""
 
 
-def program(seed: int, **factories: Callable) -> HTNetProgram:
+def program(seed: int, effects: Mapping[str, Sequence[str]] | None = None, **factories: Callable) -> HTNetProgram:
     """A group that has worked for a while comes from `seed`; every other one has fewer channels than chunks."""
     ranks, team = GROUPS[seed % 4]
     budget, channels = (0, 5)[seed % 3 > 0], (16, 2)[seed // 8 % 2]
@@ -38,8 +38,9 @@ def program(seed: int, **factories: Callable) -> HTNetProgram:
                          algorithm=Algorithm.HIGH_THROUGHPUT, max_recv_tokens_per_rank=budget,
                          overflow_policy=OverflowPolicy.DROP if budget else OverflowPolicy.TRAP)
     with mock.patch.object(ht_net_map, "MAX_CHANNELS", channels), mock.patch.object(ht_net_program, "Network", Links):
-        return HTNetProgram(machine(ranks, seed, blocks=1 + seed % 3 // 2), config, (Layout.FLAT, Layout.EXPERT_MAJOR)[seed // 4 % 2],
-                            (3, 4, 2, 3, 5, 1)[:ranks], team, chunk_tokens=1 + seed % 2, seed=seed, alignment=2, **factories)
+        sim = machine(ranks, seed, effects=effects, blocks=1 + seed % 3 // 2)
+        return HTNetProgram(sim, config, (Layout.FLAT, Layout.EXPERT_MAJOR)[seed // 4 % 2], (3, 4, 2, 3, 5, 1)[:ranks], team,
+                            chunk_tokens=1 + seed % 2, seed=seed, alignment=2, **factories)
 
 
 class Outcomes:

@@ -338,7 +338,8 @@ def _forwarded(call: Call, task: Task, access: Access, word: Word, source: int, 
     """Wait for a word of `source`, which for another team's rank is forwarded by my team's rank of the same index; either tells if it gave up."""
     direct, team = source // team_size == rank // team_size, _team(rank, team_size)
     forwarder = source if direct else team[source % team_size]
-    told = access.word(_local(call, task, window, _head(heads, num_ranks, forwarder, epoch) + 8))
+    heard = Access(task, call.sim, next(e for e in call.effects if e.noun == "head"))   # looked at while it waits
+    told = heard.word(_local(call, task, window, _head(heads, num_ranks, forwarder, epoch) + 8))
 
     def gave_up() -> bool:
         value = told.peek(task.agent).value
@@ -355,13 +356,13 @@ def _forwarded(call: Call, task: Task, access: Access, word: Word, source: int, 
     while old() and not gave_up() and not task.late:
         access.scheduler.wait(task, lambda: not old() or gave_up(), describe)
     task.late = False
-    seen = access.load(word) >> 32
+    seen, state = access.load(word) >> 32, heard.load(told)
     if seen == epoch:
         return 0
     blamed = source if forwarder == rank else forwarder
     code, culprit = (Code.LEFT_BEHIND if 0 < ahead(seen, epoch) < NEAR else Code.TIMEOUT), blamed
     if gave_up():
-        code, culprit = Code.ABORTED, access.load(told) & 0xFFFFFF
+        code, culprit = Code.ABORTED, state & 0xFFFFFF
     return call.give_up(task, fail, record, code, epoch, Phase.COUNTS, rank, blamed, culprit, seen, epoch)
 
 
