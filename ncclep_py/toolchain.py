@@ -46,7 +46,7 @@ DEVICE_SOURCES = ("lane_ops.cu", "fabric_ops.cu", "rank_ops.cu", "recipe_ops.cu"
                   "mask_ops.cu", "mask_row_ops.cu", "trace_ops.cu")
 """In the order in which they form one NVRTC program."""
 
-TEAM_SOURCES = ("net_calls.cu", "ht_net_ops.cu", "ll_net_ops.cu", "ll_net_staged_ops.cu", "ll_net_masked_ops.cu")
+TEAM_SOURCES = ("net_calls.cu", "net_ops.cu", "ht_net_ops.cu", "ll_net_ops.cu", "ll_net_staged_ops.cu", "ll_net_masked_ops.cu")
 """What follows them in the program for kernels over several teams of ranks."""
 
 MAX_REGISTERS = 128

@@ -32,7 +32,7 @@ def sources(*names: str) -> str:
 pytestmark = pytest.mark.skipif(not has_library(), reason="NCCL here has no libnccl_device.ltoir of 2.32 or newer")
 
 # ---- gin_room.cu, gin_ops.cu -----------------------------------------------------------------------------------------------------
-SYSTEM, ACQUIRE, RELAXED, STRONG, ADD, INDEXED, NO_SIGNAL, ONE_LOOK = "0", "2", "0", "1", "1", "2", "0", "0"
+SYSTEM, ACQUIRE, RELAXED, STRONG, ADD, INDEXED, NO_SIGNAL, ONE_LOOK, COUNTED = "0", "2", "0", "1", "1", "2", "0", "0", "1"
 SETUP = {"ncclGin_C_init", "ncclCoopAnyInitThread", "ncclTeamWorld"}
 Calls = tuple[tuple[str, dict[int, str]], ...]
 
@@ -51,6 +51,9 @@ ASKED: dict[str, tuple[Calls, set[str]]] = {
     "gin_put": (counted("ncclGinPut_v3", {8: NO_SIGNAL, 15: "0", 20: SYSTEM, 21: SYSTEM, 22: "0", 23: "0"}), set()),
     "gin_put_value": (counted("ncclGinPutValue_v3", {6: "8", 7: NO_SIGNAL, 16: SYSTEM, 17: SYSTEM, 18: "0"}), set()),
     "gin_signal": (counted("ncclGinSignal_v3", {3: INDEXED, 7: STRONG, 8: ADD, 13: SYSTEM, 14: SYSTEM, 15: "0"}), set()),
+    "gin_put_signal": (counted("ncclGinPut_v3", {8: INDEXED, 12: STRONG, 13: ADD, 15: "0", 20: SYSTEM, 21: SYSTEM, 22: "0", 23: "0"}), set()),
+    "gin_put_counted": (counted("ncclGinPut_v3", {8: NO_SIGNAL, 15: COUNTED, 20: SYSTEM, 21: SYSTEM, 22: "0", 23: "0"}), set()),
+    "gin_counter_value": ((("ncclGinReadCounter", {2: "56", 3: ACQUIRE}),), set()),
     "gin_signal_value": ((("ncclGinReadSignal", {2: "64", 3: ACQUIRE}),), set()),
     "gin_flushed": ((("ncclGinFlushTimeout", {2: ACQUIRE, 5: ONE_LOOK}),), set()),
 }
@@ -86,6 +89,13 @@ GIN_MUTANTS = {"a weak signal": ("gin_signal", "ncclGinSignal_t(signal), true", 
                "a signal that is set": ("gin_signal", "ncclGinSignalAdd, amount", "ncclGinSignalInc, amount"),
                "a relaxed look": ("gin_signal_value", "64, cuda::memory_order_acquire", "64, cuda::memory_order_relaxed"),
                "a short signal": ("gin_signal_value", "64, cuda", "32, cuda"),
+               "a put with a weak signal": ("gin_put_signal", "ncclGinSignal_t(signal), true", "ncclGinSignal_t(signal), false"),
+               "a put with a signal without room": ("gin_put_signal", "  if (!gin_claim(comm, context, peer)) return;\n", ""),
+               "a put with a signal that it lacks": ("gin_put_signal", "NCCL_GIN_SIGNAL_TYPE_INDEXED, nullptr, 0,", "NCCL_GIN_SIGNAL_TYPE_NONE, nullptr, 0,"),
+               "a put that counts nothing": ("gin_put_counted", "0, true, ncclGinCounter_t(counter)", "0, false, ncclGinCounter_t(counter)"),
+               "a counted put that is not accounted for": ("gin_put_counted", "  gin_issued(comm, context, peer);\n", ""),
+               "a relaxed look at a counter": ("gin_counter_value", "56, cuda::memory_order_acquire", "56, cuda::memory_order_relaxed"),
+               "more bits than a counter has": ("gin_counter_value", "56, cuda", "64, cuda"),
                "a flush that waits": ("gin_flushed", "nullptr, 0) ==", "nullptr, 1000000) =="),
                "a word of four bytes": ("gin_put_value", "value, 8,", "value, 4,"),
                "a put without room": ("gin_put", "  if (!gin_claim(comm, context, peer)) return;\n", ""),
@@ -101,9 +111,12 @@ def test_gin_ops_ask_nccl_for_what_they_say():
     assert {name: gin_complaints(name, bodies[name]) for name in bodies} == dict.fromkeys(ASKED, [])
 
 
-@pytest.mark.parametrize("whats", [("a weak signal", "a relaxed look", "a flush that waits", "a word of four bytes", "a put without room"),
-                                   ("a signal that is set", "a short signal", "a put that is not counted", "a ticket that waits"),
-                                   ("counted before it is issued, perhaps", "a ticket from before the count, perhaps")], ids=len)
+@pytest.mark.parametrize("whats", [("a weak signal", "a relaxed look", "a flush that waits", "a word of four bytes", "a put without room",
+                                    "a put with a weak signal", "a put that counts nothing", "a relaxed look at a counter"),
+                                   ("a signal that is set", "a short signal", "a put that is not counted", "a ticket that waits",
+                                    "a put with a signal without room", "a counted put that is not accounted for", "more bits than a counter has"),
+                                   ("counted before it is issued, perhaps", "a ticket from before the count, perhaps",
+                                    "a put with a signal that it lacks")], ids=len)
 def test_gin_mutants_are_found(whats):
     source = sources(*device_library.NETWORK_SOURCES)
     for what in whats:

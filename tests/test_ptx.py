@@ -31,6 +31,7 @@ POINTERS += ("joins", "details", "votes", "members", "masked_at", "outcome", "wa
 NOUN = {"word": "epoch", "counter": "blocks_done", "counts": "count", "heads": "head", "joins": "join", "details": "detail",
         "votes": "vote"}   # parameter -> noun, where they differ
 NETWORK = {"gin_put": "st.relaxed.sys net", "gin_put_value": "st.relaxed.sys net", "gin_signal": "st.relaxed.sys net",
+           "gin_put_signal": "st.relaxed.sys net", "gin_put_counted": "st.relaxed.sys net", "gin_counter_value": "ld.acquire.sys net",
            "gin_signal_value": "ld.acquire.sys net", "gin_flushed": "ld.acquire.sys net"}   # effects of what operations may call (test_net_ptx)
 VOTES = {"ld.relaxed.sys vote", "atom.acq_rel.sys vote", "fence.sc.sys"}   # an attempt that ends early, and the vote of a rank (test_votes_are_total)
 ASIDE = {"waited": {"ld.weak waited", "st.weak waited"}, "wrote": {"st.weak wrote"},

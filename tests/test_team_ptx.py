@@ -18,7 +18,7 @@ from ncclep_py import toolchain
 from ncclep_py.kernels.ops import HT_NET_OPS, NET_OPS, Op
 
 SOURCE = "".join((toolchain.KERNEL_FOLDER / name).read_text() for name in (
-    "lane_ops.cu", "fabric_ops.cu", "rank_ops.cu", "recipe_ops.cu", "staged_ops.cu", "ht_ops.cu", *toolchain.TEAM_SOURCES))
+    "lane_ops.cu", "fabric_ops.cu", "rank_ops.cu", "recipe_ops.cu", "staged_ops.cu", "ht_ops.cu", "mask_ops.cu", *toolchain.TEAM_SOURCES))
 POINTERS = ("sent", "sent_scales", "staged", "messages", "returned", "remote", "tag", "tags", "counts_sent", "net_counts", "hits", "net_hits",
             "net_kept", "kept_sent", "remote_routes", "remote_places", "flights", "flight", "flying", "released")
 NOUN = {"tags": "tag", "messages": "staging"}

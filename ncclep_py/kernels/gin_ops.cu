@@ -60,9 +60,30 @@ NET void gin_signal(i64 comm, i64 peer, i64 context, i64 signal, i64 amount) {
                    ncclGinSignalAdd, amount, call.alone, false, nullptr, FENCED, FENCED, ncclGinOptFlagsDefault);
   gin_issued(comm, context, peer);
 }
+NET void gin_put_signal(i64 comm, i64 window, i64 peer, i64 context, i64 target, i64 source_window, i64 source, i64 num_bytes, i64 signal,
+                        i64 amount) {
+  if (!gin_claim(comm, context, peer)) return;
+  Call call(comm, context);
+  ncclGinPut_v3(call.net(), ncclTeamWorld(call.comm), int(peer), (ncclWindow_t)window, target, (ncclWindow_t)source_window, source, num_bytes,
+                NCCL_GIN_SIGNAL_TYPE_INDEXED, nullptr, 0, ncclGinSignal_t(signal), true, ncclGinSignalAdd, amount, false, 0, call.alone, false,
+                nullptr, FENCED, FENCED, ncclGinOptFlagsDefault, ncclGinSegmentTypeDevice);
+  gin_issued(comm, context, peer);
+}
+NET void gin_put_counted(i64 comm, i64 window, i64 peer, i64 context, i64 target, i64 source_window, i64 source, i64 num_bytes, i64 counter) {
+  if (!gin_claim(comm, context, peer)) return;
+  Call call(comm, context);
+  ncclGinPut_v3(call.net(), ncclTeamWorld(call.comm), int(peer), (ncclWindow_t)window, target, (ncclWindow_t)source_window, source, num_bytes,
+                NCCL_GIN_SIGNAL_TYPE_NONE, nullptr, 0, 0, false, ncclGinSignalAdd, 0, true, ncclGinCounter_t(counter), call.alone, false, nullptr,
+                FENCED, FENCED, ncclGinOptFlagsDefault, ncclGinSegmentTypeDevice);
+  gin_issued(comm, context, peer);
+}
 NET u64 gin_signal_value(i64 comm, i64 context, i64 signal) {
   Call call(comm, context);
   return ncclGinReadSignal(call.net(), ncclGinSignal_t(signal), 64, cuda::memory_order_acquire);
+}
+NET u64 gin_counter_value(i64 comm, i64 context, i64 counter) {
+  Call call(comm, context);
+  return ncclGinReadCounter(call.net(), ncclGinCounter_t(counter), 56, cuda::memory_order_acquire);   // NCCL's counters have no more bits
 }
 NET int gin_flushed(i64 comm, i64 context) {
   Call call(comm, context);   // 0 cycles: NCCL looks once; its deadline counts the multiprocessor's clock, ours is in nanoseconds

@@ -24,6 +24,7 @@ from ncclep_py.kernels.ll_net_masked_vocabulary import LL_NET_MASKED_OPERATIONS,
 from ncclep_py.kernels.ll_net_staged_vocabulary import LL_NET_STAGED_OPERATIONS, LL_NET_STAGED_PARAMETERS
 from ncclep_py.kernels.ll_net_vocabulary import LL_NET_OPERATIONS, LL_NET_PARAMETERS
 from ncclep_py.kernels.mask_vocabulary import MASK_OPERATIONS, MASK_PARAMETERS
+from ncclep_py.kernels.net_vocabulary import NET_OPERATIONS, NET_PARAMETERS
 
 __all__ = ["HT_NET_OPS", "LL_NET_OPS", "NET_OPS", "OPS", "PARAMETERS", "Op", "Vocabulary"]
 
@@ -114,7 +115,7 @@ PARAMETERS = {
     "counter": "address of BLOCKS_DONE",
     "trace": "what `trace_begin` or the last `stamp` returned",
     "phase": "stamps.Step",
-} | MASK_PARAMETERS | HT_PARAMETERS | HT_NET_PARAMETERS | LL_NET_PARAMETERS | LL_NET_STAGED_PARAMETERS | LL_NET_MASKED_PARAMETERS
+} | MASK_PARAMETERS | HT_PARAMETERS | HT_NET_PARAMETERS | LL_NET_PARAMETERS | LL_NET_STAGED_PARAMETERS | LL_NET_MASKED_PARAMETERS | NET_PARAMETERS
 """Meaning of the parameters."""
 
 
@@ -251,7 +252,7 @@ OPS |= {op[0]: _op(*op) for op in (*MASK_OPERATIONS, *HT_OPERATIONS)}
 
 HT_NET_OPS: dict[str, Op] = {op[0]: _op(*op) for op in HT_NET_OPERATIONS}
 LL_NET_OPS: dict[str, Op] = {op[0]: _op(*op) for op in (*LL_NET_OPERATIONS, *LL_NET_STAGED_OPERATIONS, *LL_NET_MASKED_OPERATIONS)}
-NET_OPS = HT_NET_OPS | LL_NET_OPS
+NET_OPS = {op[0]: _op(*op) for op in NET_OPERATIONS} | HT_NET_OPS | LL_NET_OPS
 """Operations of kernels over several teams, which no other kernel is linked with."""
 
 

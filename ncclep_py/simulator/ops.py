@@ -23,6 +23,7 @@ from ncclep_py.simulator import (
     mask_clean_ops,
     mask_ops,
     mask_row_ops,
+    net_ops,
     rank_ops,
     recipe_ops,
     routing_ops,
@@ -41,7 +42,7 @@ __all__ = ["MODULES", "vocabulary"]
 
 Implementation = Callable[..., int]
 MODULES = (routing_ops, rank_ops, recipe_ops, staged_ops, ht_ops, ht_row_ops, mask_clean_ops, mask_ops, mask_row_ops, trace_ops, ll_net_masked_ops,
-           ll_net_ops, ll_net_staged_ops, ht_net_ops)
+           ll_net_ops, ll_net_staged_ops, ht_net_ops, net_ops)
 """Where operations are, besides this file."""
 
 

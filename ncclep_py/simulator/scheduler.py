@@ -191,6 +191,10 @@ class Scheduler:
 
     def _deliver(self, word: Word, store: Store, rank: int) -> None:
         word.show(rank, store)
+        self.look(rank)
+
+    def look(self, rank: int) -> None:
+        """Tasks of a rank may go on if what they wait for is there."""
         for task in [t for t in self.waiting[rank] if t.ready_when and t.ready_when()]:
             self._wake(task)
 

@@ -46,7 +46,7 @@ def _missing(agent: Agent, slot: int, time: int) -> list[str]:
     me, them, far = ledger.name(agent.slot), ledger.name(slot), ledger.slots[slot][0] != agent.rank
     if {slot, agent.slot} & ledger.named.keys():
         needed = ("a signal added behind the put on its context, the wait of the rank that it is for, and a release and acquire between that rank "
-                  "and whoever else is to know")
+                  "and whoever else is to know; for the source alone, a wait for the put's counter or for a flush of its context")
     elif far:
         needed = ("a release of system scope after 1 by whoever knows of it, a word stored after that, and an acquire of system scope that reads the "
                   "word")
