@@ -87,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", action="append", default=[], metavar="NAME=VALUE", help="any other integer field of GroupConfig; repeatable")
     parser.add_argument("--idx", choices=("int32", "int64", "both"), default="int64", help="type of expert ids (default int64)")
     parser.add_argument("--alignment", type=int, default=0, help="alignment of HIGH_THROUGHPUT zones (default none)")
+    parser.add_argument("--own", action="append", default=[], metavar="FILE.PY:FACTORY", help="a kernel for Group.run_kernel, too; repeatable")
     parser.add_argument("--gpu-sms", type=int, default=GPU_SMS, help=f"a rank's share of its GPU's multiprocessors, if max_num_sms is not set "
                         f"(default {GPU_SMS})")
     parser.add_argument("--list", action="store_true", help="only name the kernels")
@@ -152,11 +153,12 @@ def main(options: argparse.Namespace) -> int:
         topology = Topology(options.ranks, options.ranks if options.team is None else options.team)
         layouts = [Layout[name.upper()] for name in options.layout or ()]
         more: dict[str, Any] = {"layouts": layouts, "wires": _wires(options.recipe, options.hidden), "alignment": options.alignment,
-                                "idx_bytes": {"int32": (4,), "int64": (8,), "both": (4, 8)}[options.idx], "nvfp4": "nvfp4" in options.recipe}
+                                "idx_bytes": {"int32": (4,), "int64": (8,), "both": (4, 8)}[options.idx], "nvfp4": "nvfp4" in options.recipe,
+                                "own": options.own}
         config = _config(options)
         _check(options, config, more["wires"])
         names = [spec.name for spec in kernels_of(config, topology, options.gpu_sms, **more)]
-    except (ValueError, NotImplementedError, argparse.ArgumentTypeError) as e:
+    except (ValueError, TypeError, AttributeError, NotImplementedError, argparse.ArgumentTypeError) as e:
         return _failed(options, str(e), 2)
     if options.list:
         sys.stdout.write(json.dumps({"ok": True, "kernels": names}) + "\n" if options.json else "".join(f"{name}\n" for name in names))

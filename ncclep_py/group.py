@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ncclep_py.handle import Handle
     from ncclep_py.inputs_outputs import LayoutInfo
     from ncclep_py.kernels.shape import KernelShape, Wire
+    from ncclep_py.network import DeviceCommunicator
     from ncclep_py.recipes import Sent
     from ncclep_py.timeline import Event
 
@@ -61,6 +62,9 @@ class Group(Masking, OwnKernels, Waited):
         ...     world.run(program)
         [2.0, 4.0]
     """
+
+    network: DeviceCommunicator | None = None
+    """What kernels over several teams need; None with one team."""
 
     over_network = False
     """Whether ranks form several teams: then rows of a staged combine are put out of its slot, and still read after its send half."""

@@ -33,7 +33,7 @@ class HTNetGroup(HTGroup):
 
     def __init__(self, comm: Communicator, config: GroupConfig) -> None:
         """Internal: use `Group.create`."""
-        self._device = comm.device_communicator(device_needs(config, comm.topology))
+        self._device = self.network = comm.device_communicator(device_needs(config, comm.topology))
         super().__init__(comm, config)
         self._held.append(self._device)
 

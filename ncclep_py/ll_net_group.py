@@ -51,7 +51,7 @@ class LLNetGroup(Group):
     over_network = True
 
     def __init__(self, comm: Communicator, config: GroupConfig) -> None:
-        self.device = comm.device_communicator(device_needs(config, comm.topology))
+        self.device = self.network = comm.device_communicator(device_needs(config, comm.topology))
         super().__init__(comm, config)
         self._held.append(self.device)
 

@@ -484,7 +484,8 @@ class _SimRank(Communicator):
         def perform(wanted: list[Any]) -> list[DeviceCommunicator]:
             from ncclep_py.simulator.network import Network
 
-            made = Network(self.world.simulator, self.team_size, needs.contexts, needs.connection == "rail") if needs.network else None
+            made = Network(self.world.simulator, self.team_size, needs.contexts, needs.connection == "rail", needs.signals,
+                           needs.counters) if needs.network else None
             return [DeviceCommunicator(made.number if made else 0, n) for n in wanted]
 
         return self.world.step(_Step("device_communicator", needs, perform))

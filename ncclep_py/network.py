@@ -186,7 +186,8 @@ def requirements(nccl: Any, needs: DeviceNeeds) -> Any:
     what is in their queues is counted.
     """
     return nccl.NCCLDevCommRequirements(
-        gin_context_count=needs.contexts, gin_signal_count=needs.signals, gin_connection_type=CONNECTIONS[needs.connection],
+        gin_context_count=needs.contexts, gin_signal_count=needs.signals, gin_counter_count=needs.counters,
+        gin_connection_type=CONNECTIONS[needs.connection],
         gin_strong_signals_required=True, gin_va_signals_required=False, gin_exclusive_contexts=True)
 
 
@@ -223,9 +224,11 @@ def create(comm: Any, resource: Any, needs: DeviceNeeds, num_ranks: int, device:
         raise RuntimeError("NCCL does not tell the size of its device communicator; "
                            f"groups of several teams need {version_text(FIRST_NCCL)} or newer and nccl4py 0.6 or newer")
     have = resource.dev_comm
-    if have.gin_context_count < needs.contexts or have.gin_signal_count < needs.signals:
-        raise RuntimeError(f"NCCL gives {have.gin_context_count} contexts and {have.gin_signal_count} signals, but the group needs {needs.contexts} "
-                           f"and {needs.signals}")
+    given = have.gin_context_count, have.gin_signal_count, have.gin_counter_count
+    wanted = needs.contexts, needs.signals, needs.counters
+    if any(there < least for there, least in zip(given, wanted, strict=True)):
+        told = ["{} contexts, {} signals and {} counters".format(*counts) for counts in (given, wanted)]
+        raise RuntimeError(f"NCCL gives {told[0]}, but the group needs {told[1]}")
     accounts = _accounts(num_ranks, needs)
     memory = torch.frombuffer(bytearray(accounts + bytes((ctypes.c_char * size).from_address(int(resource.ptr)))), dtype=torch.uint8).to(device)
     return DeviceCommunicator(memory.data_ptr() + len(accounts), needs, resource, memory, size)

@@ -28,6 +28,7 @@ from ncclep_py.errors import EpError, EpRefusedError
 from ncclep_py.kernels.ops import NET_OPS, OPS, Vocabulary
 
 if TYPE_CHECKING:
+    from ncclep_py.communicator import Kernel
     from ncclep_py.group import Group
 
 __all__ = ["Factory", "OwnKernels", "check_factory", "digest_of_factory", "factory_of", "register_kernel"]
@@ -331,11 +332,13 @@ class OwnKernels:
             factory: ``make(shape, ops)``, or ``"file.py:make"``. `shape` is that of the group's ``num_topk`` and 8-byte ids.
             layout: that of `shape`; without it the group's default.
             blocks: its grid; without it the group's ``num_blocks``.
-            values: what the kernel takes, by name: tensors (their addresses) and ints. Known without: window, rank, local, record, timeout.
+            values: what the kernel takes, by name: tensors (their addresses) and ints. Known without: window, rank, local, record, timeout; with
+                several teams also comm, which operations on the network take, and signals, the first signal that is free for kernels like this
+                one: as many as there are ranks, and 16, of each context, beside counters 0 to 15. They are never reset.
 
         Raises:
             TypeError: the factory is none, or a value is neither a tensor nor an int.
-            ValueError: the values are not those that the kernel takes.
+            ValueError: the values are not those that the kernel takes; or it takes comm, and all ranks form one team.
             RuntimeError: it does not compile.
 
         Example:
@@ -361,29 +364,54 @@ class OwnKernels:
         group: Group = self   # type: ignore[assignment]
         group._check_open("run_kernel")
         made = factory_of(factory)
-        shape = group.own_shape(layout)
-        takes = check_factory(made, shape)
+        takes = self._checked_own(made, layout)
         local, record = group.addresses()
         known: dict[str, Any] = {"window": group.window.handle, "rank": group.rank, "local": local, "record": record, "timeout": group.config.wait_ns}
+        if group.network is not None and group.network.needs is not None:
+            known |= {"comm": group.network.address, "signals": group.network.needs.first_free}
         missing, unknown = [p for p in takes if p not in {**known, **values}], [v for v in values if v not in takes]
         if missing or unknown:
             told = "; ".join(f"{what}: {', '.join(n)}" for what, n in (("missing", missing), ("unknown", unknown)) if n)
             raise ValueError(f"values must name what the kernel of {name_of(made)} takes ({', '.join(takes)}): {told}")
         mine = {name: _value(name, value) for name, value in values.items()}
+        kernel = self.own_kernel(made, layout, blocks)
+        tensors = [v for v in values.values() if hasattr(v, "data_ptr")]
+        given = [(known | mine)[p] for p in takes]
+        group.keep(tensors)
+        group.comm.submit(kernel, given, blocks or group.num_blocks, name_of(made), tensors)
+
+    def _checked_own(self, made: Factory, layout: Layout) -> tuple[str, ...]:
+        """What the kernel of a factory takes, if this group can run it."""
+        group: Group = self   # type: ignore[assignment]
+        shape = group.own_shape(layout)
+        takes = check_factory(made, shape, of=_own_name(True))
+        if group.network is None:
+            if "comm" in takes:
+                raise ValueError(f"the kernel of {name_of(made)} takes comm, the network's device communicator, and this group has none: its "
+                                 f"{group.num_ranks} ranks form one team")
+            check_factory(made, shape)   # nor has it operations on the network
+        return takes
+
+    def own_kernel(self, made: Factory, layout: Layout = Layout.UNSET, blocks: int = 0) -> Kernel:
+        """Internal: the kernel of a factory, loaded on first use."""
+        group: Group = self   # type: ignore[assignment]
         key = ("own", digest_of_factory(made), layout, blocks)
         if key not in group.own_loaded:
             if group.comm.capturing():
                 raise EpError(f"{name_of(made)} is not loaded, and loading is impossible during graph capture: run it once before capturing")
-            registered = f"own_{key[1][:16]}"
-            KERNELS[registered] = (made, takes)
+            registered, shape = _own_name(group.network is not None) + key[1][:16], group.own_shape(layout)
+            KERNELS[registered] = (made, self._checked_own(made, layout))
             try:
                 group.own_loaded[key] = group.comm.kernel(registered, shape, group.shared_bytes("", shape), blocks or group.num_blocks, group.tracer)
             except Exception as e:
                 raise RuntimeError(f"{name_of(made)} does not compile: {_short(e)}") from e
-        tensors = [v for v in values.values() if hasattr(v, "data_ptr")]
-        given = [(known | mine)[p] for p in takes]
-        group.keep(tensors)
-        group.comm.submit(group.own_loaded[key], given, blocks or group.num_blocks, name_of(made), tensors)
+        return group.own_loaded[key]
+
+
+def _own_name(network: bool) -> str:
+    """How the names of such kernels begin, by which `device_library.uses_network` knows them: over several teams all do, since ranks are numbered
+    differently there."""
+    return "own_net_" if network else "own_"
 
 
 def _value(name: str, value: Any) -> int:

@@ -27,6 +27,9 @@ __all__ = ["DeviceNeeds", "Plan", "add_arguments", "device_needs", "main", "make
 ADDRESS_LIMIT = 1 << 63
 """Kernels compute offsets in signed 64-bit integers."""
 
+FREE_SIGNALS, FREE_COUNTERS = 16, 16
+"""For kernels of the caller's, of each context: signals beside one per rank (a barrier's), and counters."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DeviceNeeds:
@@ -35,9 +38,11 @@ class DeviceNeeds:
     Attributes:
         connection: ``"none"``, ``"full"`` (any networked peer) or ``"rail"`` (those with my index).
         contexts: independent queues of puts and signals.
-        signals: signal words of each rank.
+        signals: signal words of each context of each rank.
         timeout_ns: nanoseconds a request may wait for room in its queue.
         least_timeout_ns: the same, when other requests have waited so long in vain.
+        counters: counters of each context of each rank.
+        first_free: the first signal that the group's own operations do not use.
     """
 
     connection: str = "none"
@@ -45,6 +50,8 @@ class DeviceNeeds:
     signals: int = 0
     timeout_ns: int = 0
     least_timeout_ns: int = 0
+    counters: int = 0
+    first_free: int = 0
 
     @property
     def network(self) -> bool:
@@ -138,11 +145,12 @@ def device_needs(config: GroupConfig, topology: Topology) -> DeviceNeeds:
     if topology.num_teams == 1:
         return DeviceNeeds()
     network, connection = network_map(config, topology), "rail" if config.algorithm is Algorithm.HIGH_THROUGHPUT else "full"
+    free = topology.num_ranks + FREE_SIGNALS
     if network is None:
-        return DeviceNeeds(connection, 4, topology.num_ranks, config.wait_ns // 4, config.wait_ns // 128)
+        return DeviceNeeds(connection, 4, free, config.wait_ns // 4, config.wait_ns // 128, FREE_COUNTERS)
     # who cannot put to one rank must not come late to others (T-N4); with masks, a queue that is slow must not be taken for one that stands still
     room_ns, least = (config.wait_ns // 8, 1) if config.enable_mask else (config.wait_ns // 4, 32)
-    return DeviceNeeds(connection, network.num_contexts, network.num_signals, room_ns, room_ns // least)
+    return DeviceNeeds(connection, network.num_contexts, network.num_signals + free, room_ns, room_ns // least, FREE_COUNTERS, network.num_signals)
 
 
 def overlaps(regions: list[tuple[str, int, int]], total_bytes: int) -> str:
@@ -278,7 +286,8 @@ def text(plan: Plan, rank: int) -> str:
              + (f" ({', '.join(map(str, networked[:6]))}{', ...' if len(networked) > 6 else ''})" if networked else "")]
     if needs.network:
         chunks = f", chunks of {plan.chunk_tokens} tokens (best for this machine: {plan.best_chunk_tokens})" if plan.chunk_tokens else ""
-        lines.append(f"device communicator: GIN connection {needs.connection}, {needs.contexts} contexts, {needs.signals} signals{chunks}")
+        lines.append(f"device communicator: GIN connection {needs.connection}, {needs.contexts} contexts, {needs.signals} signals "
+                     f"({needs.signals - needs.first_free} of them, and {needs.counters} counters, for kernels of your own){chunks}")
     lines.append(f"memory per rank: window {plan.window_bytes / 1e6:.1f} MB, own {plan.local_bytes / 1e6:.2f} MB")
     lines += [f"  {name:<14} {begin:>14} {end - begin:>14} bytes" for name, begin, end in plan.regions if end > begin]
     lines.append("predicted microseconds (shares of NVLink and network are assumed, see ncclep_py/cost_model.py):")

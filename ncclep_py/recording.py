@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ncclep_py.kernels.shape import KernelShape, Wire
+    from ncclep_py.own_kernels import Factory
     from ncclep_py.tracing import Tracer
 
 __all__ = ["RecordingCommunicator", "kernels_of"]
@@ -106,7 +107,7 @@ def _untouched(num_bytes: int) -> torch.Tensor:
 
 
 def kernels_of(config: GroupConfig, topology: Topology, multiprocessors: int, *, layouts: Sequence[Layout] = (), idx_bytes: Sequence[int] = (8,),
-               wires: Sequence[Wire] = (), alignment: int = 0, nvfp4: bool = False) -> list[KernelSpec]:
+               wires: Sequence[Wire] = (), alignment: int = 0, nvfp4: bool = False, own: Sequence[Factory | str] = ()) -> list[KernelSpec]:
     """All kernels of a group and of its handles, forward and backward.
 
     Args:
@@ -118,11 +119,13 @@ def kernels_of(config: GroupConfig, topology: Topology, multiprocessors: int, *,
         wires: recipes of dispatch besides plain rows.
         alignment: ``HandleConfig.dispatch_output_per_expert_alignment``.
         nvfp4: NVFP4 combine, too.
+        own: factories that are given to `Group.run_kernel`, with the group's default layout.
     """
     import torch
 
     from ncclep_py.config import HandleConfig
     from ncclep_py.group import Group
+    from ncclep_py.own_kernels import factory_of
 
     high = config.algorithm is Algorithm.HIGH_THROUGHPUT
     every: tuple[Layout, ...] = (Layout.FLAT, Layout.EXPERT_MAJOR) if high else (Layout.EXPERT_MAJOR, Layout.RANK_MAJOR)
@@ -132,6 +135,8 @@ def kernels_of(config: GroupConfig, topology: Topology, multiprocessors: int, *,
     with Group.create(comm, config) as group:
         if config.enable_mask:
             group.kernel("ll_mask_clean", config.num_topk, 8)
+        for factory in own:
+            group.own_kernel(factory_of(factory))
         for layout in layouts or every:
             for size in idx_bytes:
                 with group.create_handle(layout, num_topk=config.num_topk, idx_dtype=torch.int32 if size == 4 else torch.int64,

@@ -15,7 +15,7 @@ from ncclep_py.plan import DeviceNeeds
 from ncclep_py.recording import RecordingCommunicator
 from ncclep_py.topology import Topology
 
-FULL, RAIL = DeviceNeeds("full", 4, 16, 5_000, 100), DeviceNeeds("rail", 2, 9, 5_000, 100)
+FULL, RAIL = DeviceNeeds("full", 4, 16, 5_000, 100, 3), DeviceNeeds("rail", 2, 9, 5_000, 100)
 
 
 def machine(tmp_path, cards=(), modules="", gdr=False):
@@ -120,10 +120,10 @@ def test_needs_that_are_refused():
 class Resource:
     """As nccl4py's: a structure in host memory."""
 
-    def __init__(self, contexts=4, signals=16):
+    def __init__(self, contexts=4, signals=16, counters=3):
         self.content = ctypes.create_string_buffer(bytes(range(40)), 40)
         self.ptr = ctypes.addressof(self.content)
-        self.dev_comm = types.SimpleNamespace(gin_context_count=contexts, gin_signal_count=signals)
+        self.dev_comm = types.SimpleNamespace(gin_context_count=contexts, gin_signal_count=signals, gin_counter_count=counters)
         self.closed = 0
 
     def close(self):
@@ -153,8 +153,8 @@ def nccl(monkeypatch):
 
 def test_what_is_asked_of_nccl(nccl):
     asked = vars(requirements(nccl, FULL))
-    assert asked == {"gin_context_count": 4, "gin_signal_count": 16, "gin_connection_type": 1, "gin_strong_signals_required": True,
-                     "gin_va_signals_required": False, "gin_exclusive_contexts": True}
+    assert asked == {"gin_context_count": 4, "gin_signal_count": 16, "gin_counter_count": 3, "gin_connection_type": 1,
+                     "gin_strong_signals_required": True, "gin_va_signals_required": False, "gin_exclusive_contexts": True}
     assert requirements(nccl, RAIL).gin_connection_type == 2
 
 
@@ -162,6 +162,7 @@ def test_requirements_are_those_of_nccl4py():
     core = pytest.importorskip("nccl.core")
     asked = requirements(core, RAIL)
     assert (asked.gin_connection_type, asked.gin_signal_count, asked.gin_context_count) == (core.NcclGinConnectionType.RAIL, 9, 2)
+    assert requirements(core, FULL).gin_counter_count == 3
 
 
 def test_device_communicators_are_copied_to_the_device_and_given_back(nccl):
@@ -207,10 +208,11 @@ def test_one_team_asks_for_nothing(nccl):
     DeviceCommunicator().close()
 
 
-@pytest.mark.parametrize(("contexts", "signals"), [(3, 16), (4, 15)])
-def test_less_than_asked_is_refused(nccl, contexts, signals):
-    with pytest.raises(RuntimeError, match=f"NCCL gives {contexts} contexts and {signals} signals, but the group needs 4 and 16"):
-        communicator.create_dev_comms(ranks(1, lambda: Resource(contexts, signals)), FULL)
+@pytest.mark.parametrize(("contexts", "signals", "counters"), [(3, 16, 3), (4, 15, 3), (4, 16, 2)])
+def test_less_than_asked_is_refused(nccl, contexts, signals, counters):
+    with pytest.raises(RuntimeError, match=f"NCCL gives {contexts} contexts, {signals} signals and {counters} counters, but the group needs "
+                                           "4 contexts, 16 signals and 3 counters"):
+        communicator.create_dev_comms(ranks(1, lambda: Resource(contexts, signals, counters)), FULL)
 
 
 def test_an_nccl_that_does_not_tell_the_size(nccl):

@@ -267,6 +267,8 @@ class Vocabulary:
 
     def __getattr__(self, name: str) -> Any:
         """Only for what is not there."""
-        close = difflib.get_close_matches(name, OPS, 1)
+        if name in NET_OPS:
+            raise AttributeError(f"operation {name} is one of kernels over several teams, and this one is for one team")
+        close = difflib.get_close_matches(name, OPS | (NET_OPS if "net_put_signal" in self.__dict__ else {}), 1)
         like = f"; did you mean {close[0]}?" if close else ""
         raise AttributeError(f"no operation is called {name}{like} (python -m ncclep_py vocabulary lists them)")
