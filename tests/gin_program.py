@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch  # noqa: E402
+from own_net_kernel import make_own, own  # noqa: E402
 from test_ht_host import BACKWARD, COMBINE_BACKWARD, Case  # noqa: E402
 
 from ncclep_py import (  # noqa: E402
@@ -481,7 +482,7 @@ def lost(comm: Any, config: GroupConfig, layout: Layout, ranks: int) -> None:
 LL_LAYOUTS = {"expert_major": Layout.EXPERT_MAJOR, "rank_major": Layout.RANK_MAJOR}
 HT_LAYOUTS = {"flat": Layout.FLAT, "expert_major": Layout.EXPERT_MAJOR}
 SCENARIOS = (*(f"ll_{name}" for name in LL_LAYOUTS), "ll_recipes", "ll_staged", "ll_windows", "ll_masked", "ll_graph", "ll_lost", "ll_masked_lost",
-             *(f"ht_{name}" for name in HT_LAYOUTS), *(f"ht_{name}_drop" for name in HT_LAYOUTS), "ht_graph", "ht_lost")
+             *(f"ht_{name}" for name in HT_LAYOUTS), *(f"ht_{name}_drop" for name in HT_LAYOUTS), "ht_graph", "ht_lost", "own")
 GPU_ONLY = ("ll_graph", "ht_graph", "ll_lost", "ht_lost", "ll_masked_lost")
 MISSING = 3
 """The rank that does not come."""
@@ -508,6 +509,8 @@ def program_of(scenario: str, ranks: int, team: int) -> Callable[[Any], None]:
         return lambda comm: low_masked(comm, MISSING, parts)
     if scenario == "ll_masked_lost":
         return lambda comm: low_cut(comm, ranks, team, int(os.environ["LOOPBACK_LOSE_RANK"]))
+    if scenario == "own":
+        return lambda comm: own(comm, LOW, settle, equal)
     if rest == "graph":
         return lambda comm: replays(comm, LOW if algorithm == "ll" else BUDGETED, one_layout, ranks, team)
     if rest == "lost":
@@ -577,7 +580,8 @@ def prepare(options: argparse.Namespace) -> int:
             what += " in flight" * bool(config.num_staging_slots) + " with masks" * config.enable_mask
             try:
                 made = build(config, topology, options.arch.split(","), options.out, layouts=[layout], wires=wires,
-                             alignment=16 if config.algorithm is Algorithm.HIGH_THROUGHPUT else 0)
+                             alignment=16 if config.algorithm is Algorithm.HIGH_THROUGHPUT else 0,
+                             own=[make_own] if config is LOW and topology.num_teams > 1 else ())
                 sys.stdout.write(f"{what}: {len(made)} cubins\n")
             except NotImplementedError as e:
                 sys.stdout.write(f"{what}: {e}\n")

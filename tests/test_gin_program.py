@@ -9,7 +9,7 @@ from ncclep_py.simulator import Faults
 from ncclep_py.simulator.network import Network
 from ncclep_py.topology import Topology
 
-SIMULATED = ["ll_rank_major", "ll_recipes", "ll_staged", "ll_windows", "ht_expert_major_drop"]   # the others run below, or with two teams
+SIMULATED = ["ll_rank_major", "ll_recipes", "ll_staged", "ll_windows", "ht_expert_major_drop", "own"]   # the others run below, or with two teams
 
 
 @pytest.mark.parametrize("scenario", SIMULATED)
@@ -19,7 +19,7 @@ def test_one_team(scenario):
         world.run(gin_program.program_of(scenario, 4, 4))
 
 
-@pytest.mark.parametrize("scenario", ["ll_expert_major", "ll_rank_major", "ll_recipes", "ll_staged", "ll_windows", "ht_flat"])
+@pytest.mark.parametrize("scenario", ["ll_expert_major", "ll_rank_major", "ll_recipes", "ll_staged", "ll_windows", "ht_flat", "own"])
 def test_two_teams(scenario):
     with LocalWorld(4, "sim", team_size=2) as world:
         assert world.communicators[0].topology == Topology(4, 2)

@@ -94,7 +94,7 @@ def test_every_case(plugin: str, scenario: str, teams: int) -> None:
 
 @pytest.mark.parametrize("teams", [2, 8])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("scenario", ["ll_expert_major", "ll_rank_major", "ll_masked", "ht_flat", "ht_expert_major"])
+@pytest.mark.parametrize("scenario", ["ll_expert_major", "ll_rank_major", "ll_masked", "ht_flat", "ht_expert_major", "own"])
 def test_delayed_and_reordered(plugin: str, scenario: str, seed: int, teams: int) -> None:
     output = run(plugin, scenario, teams, LOOPBACK_DELAY_US="300", LOOPBACK_REORDER="1", LOOPBACK_SEED=str(seed), seconds=2 * SECONDS)
     assert moved(output)["passed"] > 0   # something really came out of order
