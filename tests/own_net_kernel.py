@@ -1,8 +1,8 @@
 """A kernel of one's own over several teams, which uses every operation there is for such kernels, and the program that runs and checks it.
 
 Each rank has a row for each rank of other teams. A round puts them with a signal, waits for what comes, waits until its own are read, and writes over
-them; puts them again, counted, waits for the counter, writes over them, and tells by a signal that they are there; looks at what came first, and meets
-all others before the next round puts over that.
+them; puts them again, counted, waits for the counter, writes over them, and tells by a signal that they are there; looks at what came first, and
+meets all others before the next round puts over that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from ncclep_py import Group, GroupConfig
 
-__all__ = ["ROUNDS", "ROW_BYTES", "make_own", "own"]
+__all__ = ["ROUNDS", "ROW_BYTES", "expected", "make_own", "own", "sent_rows"]
 
 ROUNDS, ROW_BYTES = 3, 2064
 
@@ -80,6 +80,26 @@ def _row(source: int, peer: int, header: tuple[int, int] | None) -> torch.Tensor
     return row
 
 
+def sent_rows(rank: int, ranks: int, team: int) -> torch.Tensor:
+    """Bytes of a rank's rows at the beginning."""
+    return torch.cat([torch.zeros(ROW_BYTES, dtype=torch.uint8) if p // team == rank // team else _row(rank, p, None) for p in range(ranks)])
+
+
+def expected(rank: int, ranks: int, team: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words that a rank's kernel sees, and its rows at the end."""
+    places = torch.zeros((2 + ROUNDS) * ranks, ROW_BYTES, dtype=torch.uint8)
+    told = torch.zeros(ROUNDS * ranks + 1, 2, dtype=torch.int64)
+    for p in (p for p in range(ranks) if p // team != rank // team):
+        places[p] = _row(rank, p, (2 * ROUNDS, rank * 1000 + p))
+        places[ranks + p] = _row(p, rank, (2 * ROUNDS - 2, p * 1000 + rank))
+        for step in range(ROUNDS):
+            places[(2 + step) * ranks + p] = _row(p, rank, (2 * step + 1, p * 1000 + rank))
+            begun = int(_row(p, rank, None)[8:16].view(torch.int64)) if step == 0 else p * 1000 + rank
+            told[step * ranks + p] = torch.tensor([step, begun])
+    told[-1] = torch.tensor([0, 5 * ROUNDS * 1000 + ROUNDS * (ranks - team)])
+    return told, places
+
+
 def own(comm: Any, config: GroupConfig, settle: Callable[[Any, Group], None], equal: Callable[[torch.Tensor, torch.Tensor, str], None]) -> None:
     """Run the kernel, and compare every byte; with one team it is refused by a sentence."""
     rank, ranks, team = comm.rank, comm.num_ranks, comm.topology.team_size
@@ -89,23 +109,12 @@ def own(comm: Any, config: GroupConfig, settle: Callable[[Any, Group], None], eq
                 group.run_kernel(make_own)
             return
         window = group.create_window((2 + ROUNDS) * ranks * ROW_BYTES)
-        others = [p for p in range(ranks) if p // team != rank // team]
-        sent = torch.cat([_row(rank, p, None) if p in others else torch.zeros(ROW_BYTES, dtype=torch.uint8) for p in range(ranks)])
+        sent, (told, places) = sent_rows(rank, ranks, team), expected(rank, ranks, team)
         window.memory[:len(sent)].copy_(sent)
-        out = torch.zeros((ROUNDS * ranks + 1) * 2, dtype=torch.int64, device=comm.device)
+        out = torch.zeros_like(told, device=comm.device)
         settle(comm, group)
         group.run_kernel(make_own, blocks=1, rows_of=window.handle, memory=window.memory, out=out, row_bytes=ROW_BYTES, rounds=ROUNDS,
                          team_size=team)
         settle(comm, group)
-        places = torch.zeros((2 + ROUNDS) * ranks, ROW_BYTES, dtype=torch.uint8)
-        told = torch.zeros(ROUNDS * ranks + 1, 2, dtype=torch.int64)
-        for p in others:
-            places[p] = _row(rank, p, (2 * ROUNDS, rank * 1000 + p))
-            places[ranks + p] = _row(p, rank, (2 * ROUNDS - 2, p * 1000 + rank))
-            for step in range(ROUNDS):
-                places[(2 + step) * ranks + p] = _row(p, rank, (2 * step + 1, p * 1000 + rank))
-                begun = int(_row(p, rank, None)[8:16].view(torch.int64)) if step == 0 else p * 1000 + rank
-                told[step * ranks + p] = torch.tensor([step, begun])
-        told[-1] = torch.tensor([0, 5 * ROUNDS * 1000 + ROUNDS * len(others)])
-        equal(out.view(-1, 2), told, f"rank {rank}, words that the kernel saw")
+        equal(out, told, f"rank {rank}, words that the kernel saw")
         equal(window.memory[:places.numel()].view(-1, ROW_BYTES), places, f"rank {rank}, rows")

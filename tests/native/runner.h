@@ -12,7 +12,7 @@ static void entry() {
 }
 extern "C" void native_setup(int team_size, u64 seed) {
   team = team_size, random_state = seed * 2654435761u + 88172645463325252ull;
-  signals.clear(), wires.clear();
+  signals.clear(), put_counts.clear(), wires.clear();
 }
 static int dying = -1;
 static long dies_at;

@@ -140,9 +140,9 @@ static u32 to_fp16(float f) { _Float16 h = _Float16(f); unsigned short u; memcpy
 static float from_fp16(u32 u) { unsigned short s = (unsigned short)u; _Float16 h; memcpy(&h, &s, 2); return float(h); }
 
 // ---- the network ----
-struct Request { int kind; char* to; const char* from; size_t size; u64 value; };   // 0: put, 1: word, 2: signal
+struct Request { int kind; char* to; const char* from; size_t size; u64 value; u64* counter = nullptr; };   // 0: put, 1: word, 2: signal
 static std::map<std::tuple<int, int, int>, std::deque<Request>> wires;             // by context, source, target
-static std::map<std::tuple<int, i64, i64>, u64> signals;                           // by rank, context, number
+static std::map<std::tuple<int, i64, i64>, u64> signals, put_counts;               // by rank, context, number
 static void issue(i64 peer, i64 context, Request r) {
   if (peer / team == cur->rank / team) fail("rank %d puts to rank %d of its own team", cur->rank, int(peer));
   wires[{int(context), cur->rank, int(peer)}].push_back(r);
@@ -157,8 +157,23 @@ void gin_put_value(i64, i64 window, i64 peer, i64 context, i64 target, u64 value
 void gin_signal(i64, i64 peer, i64 context, i64 signal, i64 amount) {
   issue(peer, context, {2, (char*)&signals[{int(peer), context, signal}], nullptr, 8, u64(amount)});
 }
+void gin_put_signal(i64 comm, i64 window, i64 peer, i64 context, i64 target, i64 source_window, i64 source, i64 size, i64 signal, i64 amount) {
+  gin_put(comm, window, peer, context, target, source_window, source, size);
+  gin_signal(comm, peer, context, signal, amount);
+}
+void gin_put_counted(i64, i64 window, i64 peer, i64 context, i64 target, i64 source_window, i64 source, i64 size, i64 counter) {
+  issue(peer, context, {0, (char*)bases[peer][window] + target, (char*)bases[cur->rank][source_window] + source, size_t(size), 0,
+                        &put_counts[{cur->rank, context, counter}]});
+}
+u64 gin_counter_value(i64, i64 context, i64 counter) { yield(); return put_counts[{cur->rank, context, counter}]; }
 u64 gin_signal_value(i64, i64 context, i64 signal) { yield(); return signals[{cur->rank, context, signal}]; }
-int gin_flushed(i64, i64) { yield(); return 1; }
+int gin_flushed(i64, i64 context) {
+  yield();
+  for (auto& [wire, queue] : wires)
+    for (Request& r : queue)
+      if (r.kind == 0 && std::get<0>(wire) == context && std::get<1>(wire) == cur->rank) return 0;
+  return 1;
+}
 }
 static void deliver() {
   for (auto& [wire, queue] : wires) {
@@ -171,6 +186,7 @@ static void deliver() {
     if (r.kind == 0) memcpy(r.to, r.from, r.size);
     else if (r.kind == 1) memcpy(r.to, &r.value, 8);
     else *(u64*)r.to += r.value;
+    if (r.counter) ++*r.counter;
   }
 }
 static u64 window_at(i64 window, i64 offset, i64 peer) {
