@@ -70,6 +70,7 @@ PARAMETERS = {
     "topk_idx": "address of [T, K] expert ids",
     "idx_bytes": "bytes of one id, 4 or 8",
     "tokens": "address of [T] rows",
+    "scales": "address of the scale rows of [T] rows",
     "weights": "address of [T, K] float32",
     "out": "address of [T] rows",
     "table": "address of the slot's row table, [T, K] int32",
