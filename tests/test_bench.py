@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ncclep_py.__main__ import main as command_line
-from ncclep_py.bench import command, compare, record
+from ncclep_py.bench import command, compare, record, table
 from ncclep_py.bench import routing as routings
 from ncclep_py.bench.byte_counts import byte_counts
 from ncclep_py.bench.case import IDENTITY, Case
@@ -134,7 +134,8 @@ def test_the_command_writes_a_record_without_times_in_the_simulator(tmp_path: pa
         for d in ("bf16", "fp32")]
     for row in held["rows"]:
         assert row["verified"] and row["exact"] and row["figures"] == {} and row["host_us"] is None and row["share_of_copy"] is None
-        assert row["checked_by"] == "closed form and oracle"
+        assert row["checked_by"] == "closed form and oracle" and row["budget"] == "worst"
+        assert row["budget_rows"] == {("ht", "flat"): 4 * 3, ("ht", "expert_major"): 4 * 3 * 2}.get((row["algorithm"], row["layout"]))
         assert set(IDENTITY) < row.keys() and sum(row["expert_load"]) == 4 * 3 * 2 and len(row["traffic"]) == 4 and row["stamps"]
     assert held["floors"] == {} and held["machine"]["gpu"] == "none: simulated, no times" and held["machine"]["torch"] == torch.__version__
     assert [(row["direction"], row["tokens_per_s"]) for row in held["layers"]] == [("forward", None), ("forward+backward", None)]
@@ -211,6 +212,18 @@ def test_a_comparison_has_a_header_and_lines_of_a_terminal() -> None:
     assert [line.index("ncclep_py") for line in told if "ncclep_py" in line] == [header.index("case")] * 2
     assert " ".join(" ".join(told).split()).endswith(" simulated (chained_pair: only in the first record)")
     assert compare.lines([]) == []
+
+
+def test_a_budget_is_of_a_case_of_high_throughput_and_old_records_had_one(capsys: pytest.CaptureFixture[str]) -> None:
+    worst, exact = row(algorithm="ht"), row(algorithm="ht", budget="exact")
+    assert "budget" not in Case(**{name: worst[name] for name in IDENTITY}).name() and "exact budget" in table.case_of(exact).name()
+    old = {name: value for name, value in worst.items() if name != "budget"}
+    assert record.key_of(old) == record.key_of(exact) != record.key_of(worst) and table.case_of(old).budget == "exact"
+    assert record.key_of(old | {"implementation": "nccl.ep"}) == record.key_of(worst | {"implementation": "nccl.ep"})
+    assert record.key_of({name: value for name, value in row().items() if name != "budget"}) == record.key_of(row())
+    assert command_line([*SIM, "--algorithm", "ll", "ht", "--layout", "expert_major", "--tokens", "3", "--budget", "exact"]) == 0
+    out = capsys.readouterr().out
+    assert re.search("ht, .*exact budget: right", out) and out.count("budget") == 1
 
 
 def test_what_was_wrong_before_is_new_or_still_wrong() -> None:

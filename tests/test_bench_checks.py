@@ -17,6 +17,7 @@ from ncclep_py.bench import ht_subject, inputs, ll_subject, oracle
 from ncclep_py.bench import routing as routings
 from ncclep_py.bench import subject as subjects
 from ncclep_py.bench.arrivals import ht_arrived, ll_arrived
+from ncclep_py.bench.budget import receive_budget
 from ncclep_py.bench.case import Case
 from ncclep_py.bench.ht_subject import HTSubject
 from ncclep_py.bench.ll_subject import LLSubject
@@ -69,6 +70,29 @@ def test_results_are_known(kind: dict[str, Any], how: str) -> None:
     assert checked(dataclasses.replace(TOY, routing=how, **kind)) == [True, True]
 
 
+@pytest.mark.parametrize(("changes", "worst", "exact"), [   # experts 0 and 1 are rank 0's, 2 and 3 rank 1's
+    ({"layout": "flat"}, 12, 6), ({}, 24, 7), ({"alignment": 5}, 30, 10), ({"alignment": 64}, 2 * 64, 2 * 64),
+    ({"tokens": 1, "layout": "flat"}, 2, 2), ({"ranks": 1, "layout": "flat"}, 6, 6)], ids=str)
+def test_the_budget_by_hand_is_what_the_group_is_made_with(changes: dict[str, Any], worst: int, exact: int, tmp_path: pathlib.Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.tensor([[0, 1], [0, -1], [-1, -1], [0, -1], [2, -1], [-1, -1], [0, 3], [2, 1], [0, -1], [3, -1], [-1, -1], [-1, -1]])
+    routings.record(tmp_path / "r.pt", ids, 4)
+    case = Case(**{"algorithm": "ht", "ranks": 2, "experts": 4, "topk": 2, "hidden": 64, "tokens": 6, "sms": 2, "backend": "sim",
+                   "routing": str(tmp_path / "r.pt")} | changes)
+    made: list[int] = []
+
+    class Noted(ht_subject.GroupConfig):
+        def __post_init__(self) -> None:
+            made.append(self.max_recv_tokens_per_rank)
+            super().__post_init__()
+
+    monkeypatch.setattr(ht_subject, "GroupConfig", Noted)
+    for kind, rows in (("worst", worst), ("exact", exact)):
+        made.clear()
+        assert receive_budget(dataclasses.replace(case, budget=kind)) == rows
+        assert checked(dataclasses.replace(case, budget=kind)) == [True] * case.ranks and set(made) == {rows}
+
+
 def test_wrong_results_are_seen() -> None:
     ht = dataclasses.replace(TOY, algorithm="ht", layout="flat")
     assert checked(TOY, lambda s: s.weights.mul_(2)) == [False, False]
@@ -112,6 +136,8 @@ def test_one_wrong_received_value_is_seen_by_either_check(kind: dict[str, Any], 
 @pytest.mark.parametrize(("kind", "spoil"), [
     ({}, lambda got: got.layout_info.expert_counters.add_(1)), ({"layout": "rank_major"}, lambda got: got.layout_info.src_rank_counters.add_(1)),
     ({"algorithm": "ht", "layout": "flat"}, lambda got: got.layout_info.recv_total_counter.add_(1)),
+    ({"algorithm": "ht", "layout": "flat"}, lambda got: got.topk_idx[-1].add_(1)),
+    ({"algorithm": "ht", "layout": "flat"}, lambda got: got.topk_weights[-1].add_(1)),
     ({"algorithm": "ht", "alignment": 4}, lambda got: got.tokens[got.layout_info.expert_counts_unpadded[0]].add_(1)),
     ({"algorithm": "ht", "alignment": 4}, lambda got: got.topk_weights[got.layout_info.expert_counts_unpadded[0]:][:1].add_(1))])
 def test_wrong_counts_and_pads_are_seen(kind: dict[str, Any], spoil: Any) -> None:

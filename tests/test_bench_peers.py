@@ -14,6 +14,7 @@ import torch
 
 from ncclep_py import LocalWorld
 from ncclep_py.bench import table
+from ncclep_py.bench.budget import receive_budget
 from ncclep_py.bench.case import Case
 from ncclep_py.bench.layer import EpExchange, MoELayer, SplitExchange
 from ncclep_py.bench.peers import all_to_all, deep_ep, nccl_ep, why_not
@@ -118,6 +119,10 @@ def test_nccl_ep_is_given_what_its_layouts_want(algorithm: str, layout: str, fie
     config = stand.named("GroupConfig")[0][1]
     assert config["max_token_bytes"] == 1024 and config["num_experts"] == 16 and config["max_num_sms"] == 2
     assert config.get("max_recv_tokens_per_rank") == (None if algorithm == "ll" else 5 * 2 * (3 if layout == "expert_major" else 1))
+    if algorithm == "ht":   # as ours
+        worst, exact = (dataclasses.replace(case, ranks=8, budget=kind) for kind in ("worst", "exact"))
+        nccl_ep.NcclEpSubject(comm, exact, stand)
+        assert stand.named("GroupConfig")[1][1]["max_recv_tokens_per_rank"] == receive_budget(exact) < receive_budget(worst)
     assert stand.named("DispatchOutputs")[0][1].keys() == fields
     subject.pair()
     assert stand.named("dispatch")[0][1]["stream"] == 7 and stand.named("combine")[0][1]["stream"] == 7

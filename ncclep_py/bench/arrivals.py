@@ -91,7 +91,8 @@ def flat_ids(case: Case, ids: torch.Tensor, rank: int) -> tuple[torch.Tensor, to
 
 
 def ht_arrived(case: Case, ids: Sequence[torch.Tensor], rank: int, sources: torch.Tensor, received: DispatchOutputs) -> bool:
-    """Whether a high-throughput dispatch brought what it must: count, rows, scales, weights, in FLAT ids; one source rank after the other.
+    """Whether a high-throughput dispatch brought what it must: count, rows, scales, weights, in FLAT ids; one source rank after the other. In FLAT
+    rows of the budget that were not received have ids -1 and weights 0.
 
     Args:
         ids: ``[T, K]`` of every rank, on the device.
@@ -105,6 +106,9 @@ def ht_arrived(case: Case, ids: Sequence[torch.Tensor], rank: int, sources: torc
     device = received.tokens.device
     pads = (sources < 0).nonzero()[:, 0]
     right = bool((received.tokens[pads].view(torch.uint8) == 0).all()) and bool((weights[pads] == 0).all())
+    if case.layout == "flat":
+        assert received.topk_idx is not None
+        right &= bool((received.topk_idx[len(sources):] == -1).all()) and bool((weights[len(sources):] == 0).all())
     for s in range(case.ranks):
         rows, scales = sent_rows(case, tokens_of(case, s, device))
         at = ((sources >> 32 == s) & (sources >= 0)).nonzero()[:, 0]

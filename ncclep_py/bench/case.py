@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-__all__ = ["DTYPES", "IDENTITY", "Case"]
+__all__ = ["BUDGETS", "DTYPES", "IDENTITY", "Case"]
 
 ALGORITHMS = ("ll", "ht")
 LAYOUTS = {"ll": ("expert_major", "rank_major"), "ht": ("flat", "expert_major")}
 RECIPES = {"ll": ("none", "ds_fp8", "quant_fwd"), "ht": ("none", "quant_fwd")}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MODES = ("local", "processes", "torchrun")
+BUDGETS = ("worst", "exact")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Case:
         mode: ``local`` (one process), ``processes`` (one per rank, started here), ``torchrun``.
         backend: ``nccl`` or ``sim``.
         gpus: devices the ranks are spread over.
+        budget: ht, rows a rank has room for: what any routing needs (``worst``) or this one (``exact``).
     """
 
     algorithm: str = "ll"
@@ -53,10 +55,12 @@ class Case:
     mode: str = "local"
     backend: str = "nccl"
     gpus: int = 1
+    budget: str = "worst"
 
     def __post_init__(self) -> None:
         for name, allowed in (("algorithm", ALGORITHMS), ("layout", LAYOUTS.get(self.algorithm, ())), ("dtype", tuple(DTYPES)),
-                              ("recipe", RECIPES.get(self.algorithm, ())), ("mode", MODES), ("backend", ("nccl", "sim"))):
+                              ("recipe", RECIPES.get(self.algorithm, ())), ("mode", MODES), ("backend", ("nccl", "sim")),
+                              ("budget", BUDGETS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} of a {self.algorithm} case must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         for name in ("ranks", "experts", "topk", "hidden", "tokens", "sms", "gpus"):
@@ -106,6 +110,7 @@ class Case:
         parts = [self.algorithm, self.layout, f"{self.tokens} tokens", f"{self.ranks} ranks x {self.sms} SMs", f"E={self.experts}", f"K={self.topk}",
                  f"H={self.hidden}", self.dtype]
         parts += [self.recipe] * (self.recipe != "none") + [self.routing] * (self.routing != "uniform") + ["backward"] * self.backward
+        parts += [f"{self.budget} budget"] * (self.budget != "worst")
         return ", ".join(parts)
 
 

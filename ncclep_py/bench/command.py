@@ -29,7 +29,7 @@ from typing import Any
 
 from ncclep_py.bench import compare as comparison
 from ncclep_py.bench import record as records
-from ncclep_py.bench.case import DTYPES, RECIPES, Case
+from ncclep_py.bench.case import BUDGETS, DTYPES, RECIPES, Case
 from ncclep_py.bench.peers import PEERS, why_not
 from ncclep_py.bench.routing import ROUTINGS, check_routing
 from ncclep_py.bench.table import line, table
@@ -43,6 +43,7 @@ TOY = {"ranks": 4, "experts": 8, "topk": 2, "hidden": 64, "sms": 2}
 REAL = {"ranks": 8, "experts": 128, "topk": 8, "hidden": 7168, "sms": 16}
 TOKENS = {"nccl": {"ll": (1, 8, 128), "ht": (2048,)}, "sim": {"ll": (1, 5), "ht": (12,)}}
 LAYER_TOLERANCE = 0.01
+BUDGETED = ("ncclep_py", "nccl.ep")   # others take what comes
 BOTH_LAYOUTS = {"ll": ("expert_major", "rank_major"), "ht": ("flat", "expert_major")}
 
 
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", nargs="+", choices=list(RECIPES["ll"]), default=["none"], help="of dispatch")
     parser.add_argument("--routing", nargs="+", default=["uniform"], help=f"{', '.join(ROUTINGS)}, or a file of ncclep_py.bench.routing.record")
     parser.add_argument("--alignment", type=int, default=0, help="ht expert_major: rows a zone is padded to")
+    parser.add_argument("--budget", choices=BUDGETS, default="worst", help="ht: rows a rank has room for, by any routing or by this one")
     parser.add_argument("--backward", action="store_true", help="ht: both passes, too")
     parser.add_argument("--mode", choices=["auto", "local", "processes", "torchrun"], default="auto",
                         help="one process for all ranks, or one per rank (auto: torchrun where it started us, else local)")
@@ -90,7 +92,7 @@ def cases(options: argparse.Namespace, backend: str, mode: str, gpus: int) -> li
             aligned = options.alignment if algorithm == "ht" and layout == "expert_major" else 0
             try:
                 case = Case(algorithm, layout, ranks, experts, topk, hidden, tokens, sms, dtype, recipe, routing, aligned,
-                            options.backward and algorithm == "ht", mode, backend, gpus)
+                            options.backward and algorithm == "ht", mode, backend, gpus, options.budget if algorithm == "ht" else "worst")
                 check(routing, ranks, experts, topk)
                 made.append(case)
             except ValueError as e:
@@ -127,6 +129,7 @@ def _where(options: argparse.Namespace) -> tuple[str, str, int]:
 # ---- run -----------------------------------------------------------------------------------------------------------------------
 def row_of(worlds: Worlds, case: Case, implementation: str, copy_gb_s: float | None, stamps: bool) -> tuple[dict[str, Any], list[Any]]:
     """One row of the record: checked, timed, and what it is made of; and the kernels it used."""
+    from ncclep_py.bench.budget import receive_budget
     from ncclep_py.bench.byte_counts import byte_counts
     from ncclep_py.bench.rank_jobs import PairJob, run_pair
     from ncclep_py.bench.routing import expert_load, traffic
@@ -145,6 +148,7 @@ def row_of(worlds: Worlds, case: Case, implementation: str, copy_gb_s: float | N
                 "figures": {name: figure.as_json() for name, figure in figures.items()}, "host_us": round(max(hosts), 1) if hosts else None,
                 "compile_s": None, "peak_memory_bytes": max(memory) if None not in memory else None, "bytes": moved.as_json(),
                 "share_of_copy": _share(sum(moved.physical), figures, copy_gb_s), "expert_load": load, "traffic": between,
+                "budget_rows": receive_budget(case) if case.algorithm == "ht" and implementation in BUDGETED else None,
                 "ready_s": round(max(answer["ready_s"] for answer in got), 3), "checked_by": _checked_by(case, implementation),
                 "clocks_mhz": next((answer["clocks_mhz"] for answer in got if answer["clocks_mhz"]), None)}
         kernels = got[0]["kernels"]

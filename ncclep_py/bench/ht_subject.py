@@ -24,6 +24,7 @@ from ncclep_py import (
 )
 from ncclep_py.bench import oracle
 from ncclep_py.bench.arrivals import ht_arrived, ht_sources
+from ncclep_py.bench.budget import receive_budget
 from ncclep_py.bench.inputs import sent_rows, tokens_of, turned_back, weights_of
 from ncclep_py.bench.routing import routing
 from ncclep_py.bench.subject import FLUSH_BYTES, Subject
@@ -45,11 +46,10 @@ class HTSubject(Subject):
         super().__init__(comm, case)
         everybody = [routing(case, r).to(comm.device) for r in range(case.ranks)]
         self.everybody, self.sources = everybody, ht_sources(case, everybody, comm.rank)
-        budget = max(len(ht_sources(case, everybody, r)) for r in range(case.ranks))
         self.group = Group.create(comm, GroupConfig(
             num_experts=case.experts, max_dispatch_tokens_per_rank=case.tokens, hidden=case.hidden, dtype=case.torch_dtype(), num_topk=case.topk,
             max_num_sms=case.sms, timeout_ns=TIMEOUT_NS, algorithm=Algorithm.HIGH_THROUGHPUT, trace=trace,
-            max_recv_tokens_per_rank=max(budget, case.tokens), num_slots=2 if case.backward else 1))
+            max_recv_tokens_per_rank=receive_budget(case), num_slots=2 if case.backward else 1))
         self.ids = everybody[comm.rank]
         self.tokens = tokens_of(case, comm.rank, comm.device)
         self.weights = weights_of(case, comm.rank).to(comm.device)
@@ -75,7 +75,8 @@ class HTSubject(Subject):
         rows = self.handle.rows(self.handle._slots[0])
         if experts:
             assert received.scales is not None
-            rows[: len(received.tokens)].copy_(received.tokens.float() * received.scales.repeat_interleave(128, 1))
+            n = len(self.sources)   # of the budget's rows those received
+            rows[:n].copy_(received.tokens[:n].float() * received.scales[:n].repeat_interleave(128, 1))
         return rows
 
     def pair(self, flush: bool = False) -> None:

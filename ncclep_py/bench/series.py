@@ -132,7 +132,7 @@ def rows_of(records: Sequence[tuple[str, dict[str, Any]]]) -> list[Row]:
 def words_of(case: Iterable[tuple[str, Any]]) -> str:
     """A case in words; what is as usual is left out, and fields that are not given."""
     held = dict(case)
-    usual = {"recipe": "none", "routing": "uniform", "alignment": 0, "backward": False, "backend": "nccl", "gpus": 1}
+    usual = {"recipe": "none", "routing": "uniform", "alignment": 0, "backward": False, "backend": "nccl", "gpus": 1, "budget": "worst"}
     names = {"ll": "low latency", "ht": "high throughput"}
     parts = [names.get(held.pop("algorithm", None), ""), str(held.pop("layout", "") or "").upper()]
     for name, value in held.items():
@@ -142,7 +142,7 @@ def words_of(case: Iterable[tuple[str, Any]]) -> str:
         if unit:
             parts.append(f"{value} {unit if value != 1 or name == 'topk' else unit[:-1]}")
         else:
-            parts.append({"backward": "both passes", "backend": "simulated"}.get(name, str(value)))
+            parts.append({"backward": "both passes", "backend": "simulated", "budget": f"{value} budget"}.get(name, str(value)))
     return ", ".join(p for p in parts if p)
 
 

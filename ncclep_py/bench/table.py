@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ncclep_py.bench.case import Case
+from ncclep_py.bench.record import budget_of
 
 __all__ = ["COLUMNS", "line", "table"]
 
@@ -20,7 +21,7 @@ PREPARING = ("all_to_all_single", "deep_ep")
 
 def case_of(row: dict[str, Any]) -> Case:
     """The case a row is of."""
-    return Case(**{field.name: row[field.name] for field in dataclasses.fields(Case)})
+    return Case(**{field.name: row[field.name] for field in dataclasses.fields(Case) if field.name != "budget"}, budget=budget_of(row))
 
 
 def line(row: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ncclep_py.bench.budget import receive_budget
 from ncclep_py.bench.inputs import tokens_of, weights_of
 from ncclep_py.bench.routing import routing
 from ncclep_py.bench.subject import Subject
@@ -38,8 +39,8 @@ class NcclEpSubject(Subject):
         low_latency = case.algorithm == "ll"
         config: dict[str, Any] = dict(num_experts=case.experts, max_dispatch_tokens_per_rank=case.tokens, max_token_bytes=case.row_bytes,
                                       max_num_sms=case.sms, algorithm=ep.Algorithm.LOW_LATENCY if low_latency else ep.Algorithm.HIGH_THROUGHPUT)
-        self.rows = case.tokens * case.ranks * (min(case.topk, case.local_experts) if case.layout == "expert_major" else 1)
         if not low_latency:
+            self.rows = receive_budget(case)
             config |= dict(max_recv_tokens_per_rank=self.rows, num_topk=case.topk)
         self.group = ep.Group.create(comm.comm, ep.GroupConfig(**config))   # type: ignore[attr-defined]
         self.ids = routing(case, comm.rank).to(comm.device)
