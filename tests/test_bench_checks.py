@@ -71,8 +71,8 @@ def test_results_are_known(kind: dict[str, Any], how: str) -> None:
 
 
 @pytest.mark.parametrize(("changes", "worst", "exact"), [   # experts 0 and 1 are rank 0's, 2 and 3 rank 1's
-    ({"layout": "flat"}, 12, 6), ({}, 24, 7), ({"alignment": 5}, 30, 10), ({"alignment": 64}, 2 * 64, 2 * 64),
-    ({"tokens": 1, "layout": "flat"}, 2, 2), ({"ranks": 1, "layout": "flat"}, 6, 6)], ids=str)
+    ({"layout": "flat"}, 12, 6), ({}, 24, 7), ({"alignment": 8}, 32, 16), ({"alignment": 64}, 2 * 64, 2 * 64),
+    ({"tokens": 1, "layout": "flat"}, 2, 2), ({"ranks": 1, "layout": "flat"}, 6, 6), ({"ranks": 1, "alignment": 4}, 24, 12)], ids=str)
 def test_the_budget_by_hand_is_what_the_group_is_made_with(changes: dict[str, Any], worst: int, exact: int, tmp_path: pathlib.Path,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.tensor([[0, 1], [0, -1], [-1, -1], [0, -1], [2, -1], [-1, -1], [0, 3], [2, 1], [0, -1], [3, -1], [-1, -1], [-1, -1]])
@@ -136,8 +136,8 @@ def test_one_wrong_received_value_is_seen_by_either_check(kind: dict[str, Any], 
 @pytest.mark.parametrize(("kind", "spoil"), [
     ({}, lambda got: got.layout_info.expert_counters.add_(1)), ({"layout": "rank_major"}, lambda got: got.layout_info.src_rank_counters.add_(1)),
     ({"algorithm": "ht", "layout": "flat"}, lambda got: got.layout_info.recv_total_counter.add_(1)),
-    ({"algorithm": "ht", "layout": "flat"}, lambda got: got.topk_idx[-1].add_(1)),
-    ({"algorithm": "ht", "layout": "flat"}, lambda got: got.topk_weights[-1].add_(1)),
+    ({"algorithm": "ht", "layout": "flat", "topk": 1}, lambda got: got.topk_idx[-1].add_(1)),
+    ({"algorithm": "ht", "layout": "flat", "topk": 1}, lambda got: got.topk_weights[-1].add_(1)),
     ({"algorithm": "ht", "alignment": 4}, lambda got: got.tokens[got.layout_info.expert_counts_unpadded[0]].add_(1)),
     ({"algorithm": "ht", "alignment": 4}, lambda got: got.topk_weights[got.layout_info.expert_counts_unpadded[0]:][:1].add_(1))])
 def test_wrong_counts_and_pads_are_seen(kind: dict[str, Any], spoil: Any) -> None:
