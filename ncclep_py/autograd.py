@@ -6,13 +6,20 @@
 
 Every rank calls the same functions in the same order, forward and backward; a rank that receives nothing takes part with rows that are zero. Keep
 combine's output connected to dispatch's on every rank (say, do not skip the experts when there are no rows), else a rank misses a backward
-operation and its peers time out. Under activation checkpointing the recomputed operations are collective, too.
+operation and its peers time out.
+
+Activation checkpointing (``torch.utils.checkpoint.checkpoint``): a block holds a layer's dispatch, experts and combine; all are recomputed, as
+collective operations, right before their backward, and one slot (``num_slots``) is enough. Put the router and `update` into the block, too, with
+gradients enabled: blocks may then share a handle. An update outside must stay the handle's newest until backward, else that is an `EpStaleError`;
+with ``use_reentrant=True`` it cannot be seen, since the first pass leaves no nodes. A block with dispatch but not its combine needs two slots, else
+its backward is an `EpError`.
 
 Rows are copies: nothing that autograd saves lies in the window, and rows that were not received are zero, so that experts may work on all of them.
 Costs over the plain calls: a copy of the received rows out of the window and one into it, and clearing the rows of a budget. A handle keeps one
-routing: an update between forward and backward is an `EpStaleError` in backward, so use a handle per micro-batch. Backward uses a slot of its own
-if the group has two (``num_slots``). No host synchronisation with a fixed budget; with AUTO, `num_rows` says how many rows to expect (read it
-from ``handle.layout_info.recv_total_counter``, which waits for the device).
+routing: an update between forward and backward is an `EpStaleError` in backward, so use a handle per micro-batch. Gradients of gradients are a
+RuntimeError. Backward uses a slot of its own if the group has two; a slot whose rows were copied and that waits for a combine goes to another
+dispatch when none is free, and that combine is then an `EpError` on every rank. No host synchronisation with a fixed budget; with AUTO, `num_rows`
+says how many rows to expect (read it from ``handle.layout_info.recv_total_counter``, which waits for the device).
 
 In a `LocalWorld` rank programs must run in threads (``LocalWorld(..., threads=True)``); what needs gradients is refused in one without.
 """
@@ -23,17 +30,21 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ncclep_py.arguments import stale
 from ncclep_py.config import CombineConfig, DispatchConfig, ExpertIdKind, Layout, PassDir
 from ncclep_py.errors import EpError
 from ncclep_py.handle import CombineInputs, CombineOutputs, DispatchOutputs, LayoutInfo
+from ncclep_py.stamp import trigger
 
 if TYPE_CHECKING:
     from ncclep_py.ht_handle import HTHandle
 
 __all__ = ["Received", "ep_combine", "ep_dispatch"]
 
+CHANGED = ("the handle was updated between forward and backward; use a handle per micro-batch, and update it after its backward. Of a checkpointed "
+           "block, the update belongs in the block, with gradients enabled")
 BACKWARD, COMBINE_BACKWARD = DispatchConfig(pass_direction=PassDir.BWD), CombineConfig(pass_direction=PassDir.BWD)
 
 
@@ -135,13 +146,15 @@ class _Dispatch(torch.autograd.Function):
                                topk_idx=torch.full(shape, -1, dtype=torch.int64, device=tokens.device) if flat else None)
         kind = LayoutInfo(recv_topk_idx_kind=ExpertIdKind.GLOBAL if global_ids else ExpertIdKind.AUTO)
         handle.dispatch(tokens.detach().contiguous(), made, kind, topk_weights=topk_weights.detach().contiguous())
-        ctx.handle, ctx.routing = handle, handle.routing
+        handle.copied_out(False)
+        _remember(ctx, handle)
         ids = made.topk_idx if made.topk_idx is not None else torch.empty(0, dtype=torch.int64, device=tokens.device)
         ctx.mark_non_differentiable(ids)
         assert made.topk_weights is not None
         return made.tokens, made.topk_weights, ids
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         handle, into = _same_routing(ctx), CombineOutputs()
         tokens = handle.combine(CombineInputs(grads[0].contiguous(), grads[1].contiguous()), into, COMBINE_BACKWARD)
@@ -154,19 +167,29 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: HTHandle, rows: torch.Tensor) -> torch.Tensor:
         out = handle.combine(rows.detach().contiguous())
-        ctx.handle, ctx.routing, ctx.shape = handle, handle.routing, rows.shape
+        ctx.shape = rows.shape
+        _remember(ctx, handle)
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         handle = _same_routing(ctx)
         made = DispatchOutputs(grads[0].new_zeros(ctx.shape))
         handle.dispatch(grads[0].contiguous(), made, config=BACKWARD)
+        handle.copied_out(True)   # no combine follows if neither tokens nor weights need gradients
         return None, made.tokens
 
 
+def _remember(ctx: Any, handle: HTHandle) -> None:
+    """Keep the handle and its routing for backward."""
+    ctx.handle, ctx.stamp = handle, handle.stamp
+    ctx.save_for_backward(trigger())
+
+
 def _same_routing(ctx: Any) -> HTHandle:
-    """The handle, if it still has the routing of the forward pass."""
-    if ctx.handle.routing != ctx.routing:
-        raise stale("the handle was updated between forward and backward; use a handle per micro-batch, and update it after its backward")
+    """The handle, if it still has the routing of the forward pass; what a checkpoint recomputes has run then, and needs no slot any more."""
+    _ = ctx.saved_tensors
+    if not ctx.stamp.stands_for(ctx.handle):
+        raise stale(CHANGED)
     return ctx.handle

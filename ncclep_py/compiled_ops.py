@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ncclep_py.arguments import stale
-from ncclep_py.autograd import BACKWARD, COMBINE_BACKWARD, needs_threads
+from ncclep_py.autograd import BACKWARD, CHANGED, COMBINE_BACKWARD, needs_threads
 from ncclep_py.config import ExpertIdKind, Layout
 from ncclep_py.handle import CombineInputs, CombineOutputs, DispatchOutputs, LayoutInfo
+from ncclep_py.stamp import trigger
 
 if TYPE_CHECKING:
     from ncclep_py.ht_handle import HTHandle
@@ -58,7 +59,7 @@ def _handle(key: str, stamp: torch.Tensor | None = None) -> HTHandle:
     if handle is None:
         raise stale(f"handle {key} is gone; keep a handle until its backward has run")
     if stamp is not None and int(stamp) != handle.routing:
-        raise stale("the handle was updated between forward and backward; use a handle per micro-batch, and update it after its backward")
+        raise stale(CHANGED)
     return handle
 
 
@@ -80,15 +81,16 @@ def dispatch(key: str, num_rows: int, global_ids: bool, tokens: torch.Tensor, to
     made.topk_idx = received if handle.layout is Layout.FLAT else None
     kind = LayoutInfo(recv_topk_idx_kind=ExpertIdKind.GLOBAL if global_ids else ExpertIdKind.AUTO)
     handle.dispatch(tokens.contiguous(), made, kind, topk_weights=topk_weights.contiguous())
+    handle.copied_out(False)
     assert made.topk_weights is not None
-    return made.tokens, made.topk_weights, received, torch.tensor(handle.routing), order.clone()
+    return made.tokens, made.topk_weights, received, trigger(handle.routing), order.clone()
 
 
 @dispatch.register_fake
 def _(key: str, num_rows: int, global_ids: bool, tokens: torch.Tensor, topk_weights: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, ...]:
     weights, ids = _shapes(_handle(key), num_rows)
     return (tokens.new_empty(num_rows, tokens.shape[1]), topk_weights.new_empty(weights), tokens.new_empty(ids, dtype=torch.int64),
-            torch.empty((), dtype=torch.int64), torch.empty_like(order))
+            torch.empty((), dtype=torch.int64, device="cpu"), torch.empty_like(order))
 
 
 @torch.library.custom_op("ncclep_py::combine", mutates_args=())
@@ -122,7 +124,9 @@ def _(key: str, stamp: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, 
 def combine_backward(key: str, stamp: torch.Tensor, grad: torch.Tensor, order: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of rows, and the order."""
     made = DispatchOutputs(grad.new_zeros(num_rows, grad.shape[1]))
-    _handle(key, stamp).dispatch(grad.contiguous(), made, config=BACKWARD)
+    handle = _handle(key, stamp)
+    handle.dispatch(grad.contiguous(), made, config=BACKWARD)
+    handle.copied_out(True)
     return made.tokens, order.clone()
 
 
@@ -133,22 +137,30 @@ def _(key: str, stamp: torch.Tensor, grad: torch.Tensor, order: torch.Tensor, nu
 
 # ---- which is whose gradient -------------------------------------------------------------------------------------------------
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    ctx.key, ctx.num_tokens = inputs[0], inputs[3].shape[0]
+    ctx.key, ctx.num_tokens, ctx.stamp = inputs[0], inputs[3].shape[0], _handle(inputs[0]).stamp
     ctx.save_for_backward(output[3])
 
 
+def _same_routing(ctx: Any) -> torch.Tensor:
+    """The saved number. While a compiler traces it is no number yet; what runs, a recomputed one, must be that of the forward pass's own update."""
+    saved: torch.Tensor = ctx.saved_tensors[0]
+    if type(saved) is torch.Tensor and not ctx.stamp.stands_for(_handle(ctx.key)):
+        raise stale(CHANGED)
+    return saved
+
+
 def _of_dispatch(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, ids: Any, stamp: Any, order: torch.Tensor) -> tuple[Any, ...]:
-    tokens, router, order = dispatch_backward(ctx.key, ctx.saved_tensors[0], rows, weights, order, ctx.num_tokens)
+    tokens, router, order = dispatch_backward(ctx.key, _same_routing(ctx), rows, weights, order, ctx.num_tokens)
     return None, None, None, tokens, router, order
 
 
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    ctx.key, ctx.num_rows = inputs[0], inputs[1].shape[0]
+    ctx.key, ctx.num_rows, ctx.stamp = inputs[0], inputs[1].shape[0], _handle(inputs[0]).stamp
     ctx.save_for_backward(inputs[3])
 
 
 def _of_combine(ctx: Any, grad: torch.Tensor, order: torch.Tensor) -> tuple[Any, ...]:
-    rows, order = combine_backward(ctx.key, ctx.saved_tensors[0], grad, order, ctx.num_rows)
+    rows, order = combine_backward(ctx.key, _same_routing(ctx), grad, order, ctx.num_rows)
     return None, rows, order, None, None
 
 

@@ -88,6 +88,7 @@ class Group(Masking, OwnKernels, Waited):
         self._handle_ids = itertools.count(1)
         self.slot_owner: list[int] = [0] * config.num_slots   # handle id, 0: free
         self.slot_combined: list[bool] = [False] * config.num_slots
+        self.slot_copied: list[int] = [0] * config.num_slots   # HIGH_THROUGHPUT: order in which waiting rows were copied out
         self.staging_owner: list[int] = [0] * config.staging_slots   # handle id while a staged combine is in flight, 0: free
         self._captured: list[Any] = []
         self.tracer = comm.tracer(self.num_blocks) if config.trace else None

@@ -60,6 +60,7 @@ class HTHandle(HTHandleChecks):
         layout: order of received rows, FLAT or EXPERT_MAJOR.
         num_topk: K.
         layout_info: counts of the newest update, as tensors that the device fills; each update overwrites them.
+        stamp: internal: the newest update's `Stamp`.
 
     Example:
         >>> import torch
@@ -80,6 +81,8 @@ class HTHandle(HTHandleChecks):
                  config: HandleConfig, layout_info: LayoutInfo | None) -> None:
         """Internal: use `Group.create_handle`."""
         import torch
+
+        from ncclep_py.stamp import Stamp
 
         self.group, self.id, self.layout, self.config = group, handle_id, _known_layout(layout), config
         if topk_idx is None and num_topk is None:
@@ -103,6 +106,8 @@ class HTHandle(HTHandleChecks):
         self._routings = [-1, -1]        # number of the update under which each was dispatched
         self._routing, self._generation, self._num_tokens, self._idx_bytes = 0, 0, -1, dtype.itemsize
         self._held = [0, 0]   # generation of the dispatch that a combine of each direction brings back
+        self._new_stamp = Stamp
+        self.stamp = Stamp(0)
         self._topk_idx: torch.Tensor | None = None
         self._seen = Seen()
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -162,6 +167,7 @@ class HTHandle(HTHandleChecks):
             counters, offsets, unpadded, total = (mine if t is None else t for t, mine in zip(given, (   # noqa: B905  (four each)
                 own.expert_counters, own.expert_offsets, own.expert_counts_unpadded, own.recv_total_counter)))
             self.layout_info = LayoutInfo(counters, None, ExpertIdKind.AUTO, offsets, total, unpadded)
+        self.stamp = self._new_stamp(self._routing)   # last: a checkpoint may stop its recomputation here
 
     # ---- dispatch ----------------------------------------------------------------------------------------------------
     @on_stream
@@ -273,7 +279,8 @@ class HTHandle(HTHandleChecks):
             self._check_open("combine")
             if slot < 0 or group.slot_owner[slot] not in (self.id, -self.id):
                 raise refused(EpError(f"combine needs a {'backward' if backward else 'forward'} dispatch of this handle before it; its slot was "
-                                      "never filled or went to another dispatch"), Refusal.ORDER)
+                                      "never filled or went to another dispatch (GroupConfig.num_slots: how many may wait for their combine; under a "
+                                      "checkpoint, dispatch and combine belong in the same block)"), Refusal.ORDER)
         again = group.slot_combined[slot]
         if again:   # peers may still be pulling from this slot: meet first, on all ranks alike
             group.rendezvous(OpKind.COMBINE)
@@ -333,20 +340,26 @@ class HTHandle(HTHandleChecks):
 
     def _take_slot(self, backward: bool) -> int:
         """A slot for a new dispatch, by the same rule on every rank: the direction's own if it still has one, else a free one, in the end that of the
-        other direction, whose combine is refused from then on."""
-        owner, mine = self.group.slot_owner, (self.id, -self.id)
+        other direction, whose combine is refused from then on. Before that one goes the oldest slot whose rows were copied out."""
+        group, owner, mine = self.group, self.group.slot_owner, (self.id, -self.id)
         slot = self._slots[backward]
         if slot < 0 or owner[slot] not in mine:
             free = [i for i, held in enumerate(owner) if held <= 0 or held == self.id]
             if not free:
                 raise refused(EpError(f"all {len(owner)} slots hold dispatches that were not combined yet; combine one, close its handle, or set "
                                       "GroupConfig.num_slots higher"), Refusal.ORDER)
-            slot = min(free, key=lambda i: (owner[i] in mine, i))
+            waiting = [bool(held) and not combined for held, combined in zip(owner, group.slot_combined, strict=True)]
+            slot = min(free, key=lambda i: (waiting[i], owner[i] in mine, group.slot_copied[i] if waiting[i] else 0, i))
             if slot == self._slots[not backward]:
                 self._slots[not backward] = -1
-        self.group.slot_owner[slot], self.group.slot_combined[slot], self._slots[backward] = self.id, False, slot
+        group.slot_owner[slot], group.slot_combined[slot], self._slots[backward] = self.id, False, slot
         self._routings[backward] = -1
         return slot
+
+    def copied_out(self, backward: bool) -> None:
+        """Internal: the last dispatch's rows were copied out, and perhaps no combine follows: a dispatch that finds no slot free may take theirs."""
+        group, slot = self.group, self._slots[backward]
+        group.slot_owner[slot], group.slot_copied[slot] = -self.id, max(group.slot_copied) + 1
 
     def _copy_rows(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy the received rows from one tensor to the other, as many as both have; the count stays on the device."""

@@ -232,6 +232,116 @@ def test_programs_in_threads_end_with_their_errors() -> None:
             world.communicators[0].exchange(1)
 
 
+def layers(comm: Any, block: str, slots: int, ids_dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Gradient of the input of three layers. `block`: what is checkpointed: nothing, the layer, with its update (one handle), or without its combine."""
+    from torch.utils.checkpoint import checkpoint
+
+    with small(comm, max_recv_tokens_per_rank=16, num_slots=slots) as group:
+        handles = [group.create_handle(Layout.FLAT, num_topk=TOPK, idx_dtype=ids_dtype) for _ in range(3)]
+        routings = [random_routing(comm.rank, 4, TOPK, 4, seed=seed).to(ids_dtype) for seed in range(3)]
+        x = start = torch.linspace(0.1, 1.0 + comm.rank, 64).view(4, 16).requires_grad_()
+        for handle, ids in zip(handles, routings, strict=True):
+            inside, used = block == "update", handles[0] if block == "update" else handle
+            if not inside:
+                used.update(ids)
+
+            def rows(x: torch.Tensor, used: Any = used, ids: torch.Tensor = ids, inside: bool = inside) -> torch.Tensor:
+                if inside:
+                    used.update(ids)
+                return torch.sin(ep_dispatch(used, x, torch.ones(4, TOPK)).tokens)
+
+            def layer(x: torch.Tensor, used: Any = used, rows: Any = rows) -> torch.Tensor:
+                return ep_combine(used, rows(x))
+
+            if block == "dispatch":
+                x = ep_combine(used, checkpoint(rows, x, use_reentrant=False))
+            else:
+                x = checkpoint(layer, x, use_reentrant=False) if block != "nothing" else layer(x)
+        loss = (x ** 2).sum()
+        loss.backward(retain_graph=True)
+        first = start.grad.clone()
+        start.grad = None
+        loss.backward()
+        group.check()
+        assert torch.equal(first, start.grad)
+        return first
+
+
+@pytest.mark.parametrize("block, slots", [("layer", 1), ("layer", 2), ("update", 1), ("dispatch", 2)])
+def test_checkpointed_layers(block: str, slots: int) -> None:
+    def program(comm: Any) -> None:
+        want = layers(comm, "nothing", 2, torch.int32)
+        assert torch.equal(layers(comm, block, slots), want) and float(want.abs().sum()) > 0
+
+    with LocalWorld(2, "sim", threads=True) as world:
+        world.run(program)
+
+
+def test_a_checkpointed_dispatch_without_its_combine_needs_two_slots() -> None:
+    def program(comm: Any) -> None:
+        with pytest.raises(EpError, match=r"num_slots.*same block"):
+            layers(comm, "dispatch", 1)
+
+    with LocalWorld(2, "sim", threads=True) as world:
+        world.run(program)
+
+
+@pytest.mark.parametrize("how", ["functions", "operators"])
+def test_an_update_outside_a_checkpointed_block_must_stay_the_newest(how: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    from ncclep_py import compiled_ops as ops
+
+    def program(comm: Any) -> None:
+        with small(comm, max_recv_tokens_per_rank=16, num_slots=2) as group:
+            handle = group.create_handle(Layout.FLAT, random_routing(comm.rank, 4, TOPK, 4))
+
+            def block(x: torch.Tensor) -> torch.Tensor:
+                if how == "functions":
+                    return torch.cos(ep_combine(handle, torch.sin(ep_dispatch(handle, x, torch.ones(4, TOPK)).tokens)))
+                key = ops.key_of(handle)
+                got, _, _, stamp, order = ops.dispatch(key, 16, False, x, torch.ones(4, TOPK), ops.new_order(x.device))
+                return torch.cos(ops.combine(key, torch.sin(got), order, stamp, 4)[0])
+
+            x = torch.ones(4, 16, requires_grad=True)
+            out = checkpoint(block, x, use_reentrant=False)
+            handle.update(random_routing(comm.rank, 4, TOPK, 4, seed=7))
+            with pytest.raises(EpStaleError, match="updated between forward and backward"):
+                out.sum().backward()
+
+    with LocalWorld(2, "sim", threads=True) as world:
+        world.run(program)
+
+
+def test_second_derivatives_are_refused() -> None:
+    def program(comm: Any) -> None:
+        with small(comm, max_recv_tokens_per_rank=16) as group:
+            handle = group.create_handle(Layout.FLAT, random_routing(comm.rank, 4, TOPK, 4))
+            x = torch.ones(4, 16, requires_grad=True)
+            out = ep_combine(handle, ep_dispatch(handle, x, torch.ones(4, TOPK)).tokens ** 3)
+            first, = torch.autograd.grad(out.sum(), x, create_graph=True)
+            with pytest.raises(RuntimeError, match="differentiate twice"):
+                (first ** 2).sum().backward()
+
+    with LocalWorld(2, "sim", threads=True) as world:
+        world.run(program)
+
+
+def test_layers_whose_inputs_need_no_gradients_do_not_run_out_of_slots() -> None:
+    def program(comm: Any) -> None:
+        with small(comm, max_recv_tokens_per_rank=16, num_slots=2) as group:
+            handles = [group.create_handle(Layout.FLAT, random_routing(comm.rank, 4, TOPK, 4, seed=seed)) for seed in range(3)]
+            scale = torch.ones(16, requires_grad=True)
+            for _ in range(2):
+                outs = [ep_combine(h, ep_dispatch(h, torch.ones(4, 16), torch.ones(4, TOPK)).tokens * scale) for h in handles]
+                torch.stack(outs).sum().backward()
+            group.check()
+            assert float(scale.grad.sum()) > 0
+
+    with LocalWorld(2, "sim", threads=True) as world:
+        world.run(program)
+
+
 # ---- operators, for torch.compile ------------------------------------------------------------------------------------------------
 NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))),
                                     reason="torch's inductor compiles for the CPU with a C++ compiler")
