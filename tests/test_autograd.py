@@ -233,7 +233,7 @@ def test_programs_in_threads_end_with_their_errors() -> None:
 
 
 def layers(comm: Any, block: str, slots: int, ids_dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Gradient of the input of three layers. `block`: what is checkpointed: nothing, the layer, with its update (one handle), or without its combine."""
+    """Gradient of the input of three layers; `block` is checkpointed: nothing, a layer, its update, too (one handle), or only its dispatch."""
     from torch.utils.checkpoint import checkpoint
 
     with small(comm, max_recv_tokens_per_rank=16, num_slots=slots) as group:
