@@ -157,6 +157,8 @@ def test_a_failed_case_is_a_row_and_an_exit_code(tmp_path: pathlib.Path, capsys:
 
 @pytest.mark.parametrize(("words", "said"), [
     (["bench", "compare", "a"], "compare needs two records, BEFORE and AFTER, got 1"),
+    ([*SIM, "--alignment", "3"], "alignment must be 0 or a power of two, got 3"), ([*SIM, "--alignment", "-4"], "power of two, got -4"),
+    (["bench", "report", "x.json", "-o", "/nope/r.html"], "cannot write /nope/r.html: /nope must be a folder that can be written"),
     (["bench", "dance"], "action must be run, compare or report, got dance"),
     ([*SIM, "--mode", "processes"], "the simulator has all ranks in one process, got mode processes"),
     ([*SIM, "--algorithm", "ll", "--layout", "flat"], "no layout of ll was asked for"), ([*SIM, "--experts", "9"], "multiple of ranks, 4, got 9"),

@@ -79,6 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def cases(options: argparse.Namespace, backend: str, mode: str, gpus: int) -> list[Case]:
     """Every combination the command line asks for that makes sense; ``ValueError`` if none does, or none with some routing or number of columns, with
     the reason of the first."""
+    if options.alignment < 0 or options.alignment & (options.alignment - 1):
+        raise ValueError(f"alignment must be 0 or a power of two, got {options.alignment}")
     base = REAL if backend == "nccl" else TOY
     made: list[Case] = []
     reasons: list[tuple[str, int, str]] = []
@@ -301,13 +303,14 @@ def main(options: argparse.Namespace) -> int:
                 raise ValueError(f"compare needs two records, BEFORE and AFTER, got {len(files)}")
             return int(_compared(files[0], records.read(files[1])))
         if action == "report":
+            writable(options.output)   # before everything is drawn
             return importlib.import_module("ncclep_py.bench.report").main([Path(f) for f in files], Path(options.output))
         if action != "run" or files:
             raise ValueError(f"action must be run, compare or report, got {' '.join(options.words)}")
         if options.compare:
             records.read(options.compare)   # before an hour is spent
         record = run(options)
-    except ValueError as e:
+    except (ValueError, argparse.ArgumentTypeError) as e:
         sys.stderr.write(f"bench: {e}\n")
         return 2
     _save(record, options)
