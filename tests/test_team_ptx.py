@@ -20,8 +20,9 @@ from ncclep_py.kernels.ops import HT_NET_OPS, NET_OPS, Op
 SOURCE = "".join((toolchain.KERNEL_FOLDER / name).read_text() for name in (
     "lane_ops.cu", "fabric_ops.cu", "rank_ops.cu", "recipe_ops.cu", "staged_ops.cu", "ht_ops.cu", "mask_ops.cu", *toolchain.TEAM_SOURCES))
 POINTERS = ("sent", "sent_scales", "staged", "messages", "returned", "remote", "tag", "tags", "counts_sent", "net_counts", "hits", "net_hits",
-            "net_kept", "kept_sent", "remote_routes", "remote_places", "flights", "flight", "flying", "released")
-NOUN = {"tags": "tag", "messages": "staging"}
+            "net_kept", "kept_sent", "remote_routes", "remote_places", "flights", "flight", "flying", "released", "views", "adds", "made", "told",
+            "scales")
+NOUN = {"tags": "tag", "messages": "staging", "views": "view"}
 OWN_NOUN = {"ht_net_count": {"epoch": "count"}, "ht_net_advance": {"epoch": "count"}, "ht_net_stage_header": {"sent": "header_sent"},
             "ht_net_take_header": {"staged": "header_staged"}, "ht_net_forward_weights": {"staged": "header_staged"},
             "ht_net_partial_grads": {"sent": "grads_sent"}, "ht_net_reduce_grads": {"staged": "grads_staged"}} | {
