@@ -29,7 +29,7 @@ OWN_NOUN = {"ht_net_count": {"epoch": "count"}, "ht_net_advance": {"epoch": "cou
             f"ll_net_{name}_row": {"sent": "sent"} for name in ("send", "stage", "quantise", "spread", "send_member", "send_made")} | {
             "ll_net_return_member_rows": {"returned": "staging"}}
 EITHER = {"ht_net_reduce_grads": "ld.weak grads_staged+recv_weights"}   # of one place or of the other
-PUTS_NOTHING = {"ll_net_return_rows", "ll_net_return_member_rows", "ll_net_send_member_row", "ll_net_send_made_row"}   # without a row to put: no fence
+PUTS_NOTHING = {"ll_net_return_rows", "ll_net_return_member_rows", "ll_net_send_member_row", "ll_net_send_made_row"}   # or fences nothing
 LAST_BLOCK = {"ll_net_count_member_rows"}   # the others do nothing
 STRONGER = {"ll_net_conclude_members": {"ld.acquire.sys head": "ld.relaxed.sys head", "ld.acquire.sys net": "ld.relaxed.sys net"},
             "ll_net_readmit": {"ld.acquire.sys net": "ld.relaxed.sys net"}}   # than what the protocol needs and the simulator knows
