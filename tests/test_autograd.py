@@ -342,6 +342,27 @@ def test_layers_whose_inputs_need_no_gradients_do_not_run_out_of_slots() -> None
         world.run(program)
 
 
+def test_a_dispatch_takes_a_free_slot_and_else_the_one_that_waits_longest() -> None:
+    def program(comm: Any) -> None:
+        with small(comm, max_recv_tokens_per_rank=16, num_slots=2) as group:
+            a, b, c = (group.create_handle(Layout.FLAT, random_routing(comm.rank, 4, TOPK, 4)) for _ in range(3))
+
+            def rows(handle: Any) -> torch.Tensor:
+                return ep_dispatch(handle, torch.ones(4, 16, requires_grad=True), torch.ones(4, TOPK)).tokens
+
+            waits, out = rows(b), ep_combine(a, rows(a))
+            out.sum().backward()   # in the slot of its own that was combined
+            ep_combine(b, waits)
+            _, older, _ = rows(a), rows(b), rows(a)
+            ep_combine(c, rows(c))
+            ep_combine(a, rows(a))
+            with pytest.raises(EpError, match="went to another dispatch"):
+                ep_combine(b, older)
+
+    with LocalWorld(2, "sim", threads=True) as world:
+        world.run(program)
+
+
 # ---- operators, for torch.compile ------------------------------------------------------------------------------------------------
 NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))),
                                     reason="torch's inductor compiles for the CPU with a C++ compiler")
