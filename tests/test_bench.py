@@ -228,6 +228,44 @@ def test_a_budget_is_of_a_case_of_high_throughput_and_old_records_had_one(capsys
     assert re.search("ht, .*exact budget: right", out) and out.count("budget") == 1
 
 
+def told_of(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(v.figure, v.word) for v in compare.compare({"rows": [before]}, {"rows": [after]})[1:]]
+
+
+def test_every_figure_and_number_is_compared() -> None:
+    """What does not differ is not told, but for the pair; three times as much of anything is."""
+    full = row(host_us=20.0, compile_s={"cold": 3.0, "warm": 0.1}, peak_memory_bytes=1000)
+    full["figures"] |= {name: Figure(50.0, 49.0, 51.0, 10).as_json() for name in ("pair", "step", "update")}
+    assert told_of(full, full) == []
+    for name in ("pair", "step", "update"):
+        for median, word in ((150.0, "slower"), (20.0, "faster"), (51.0, None)):
+            changed = full | {"figures": full["figures"] | {name: Figure(median, median - 1, median + 1, 10).as_json()}}
+            assert told_of(full, changed) == ([(name, word)] if word else [])
+    for name, value, word in (("host_us", 60.0, "slower"), ("host_us", 5.0, "faster"), ("host_us", 24.0, None),
+                              ("peak_memory_bytes", 3000, "more"), ("peak_memory_bytes", 300, "less"), ("peak_memory_bytes", 1050, None)):
+        assert told_of(full, full | {name: value}) == ([(name, word)] if word else [])
+    assert told_of(full, full | {"compile_s": {"cold": 9.0, "warm": 0.1}}) == [("compile_s cold", "slower")]
+    assert told_of(full, full | {"verified": False, "host_us": 60.0}) == []
+
+
+def test_layers_are_compared_by_their_speed() -> None:
+    def record_of(speed: int | None, **more: Any) -> dict[str, Any]:
+        layer = {**dataclasses.asdict(TOY), "implementation": "ncclep_py", "direction": "forward", "width": 16, "tokens_per_s": speed}
+        return {"rows": [], "layers": [layer | more]}
+
+    for speed, words in ((300, ["slower"]), (3000, ["faster"]), (1050, []), (None, [])):
+        assert [v.word for v in compare.compare(record_of(1000), record_of(speed))] == words
+    assert compare.compare(record_of(1000), record_of(300, direction="forward+backward")) == []
+    slow = compare.compare(record_of(1000), record_of(300))
+    assert slow[0].bad and "MoE layer forward" in slow[0].case and slow[0].figure == "tokens_per_s"
+
+
+def test_other_machines_are_told() -> None:
+    here = {"gpu": "NVIDIA H200", "nccl": "2.32.3", "commit": "a", "date": "today"}
+    assert compare.other_machine({"machine": here}, {"machine": here | {"commit": "b", "date": "tomorrow"}}) == []
+    assert compare.other_machine({"machine": here}, {"machine": here | {"gpu": "NVIDIA A100"}}) == ["not the same gpu: NVIDIA H200, now NVIDIA A100"]
+
+
 def test_what_was_wrong_before_is_new_or_still_wrong() -> None:
     for after, word in ((row(), "new"), (row(verified=False), "still wrong")):
         assert compare.compare({"rows": [row(verified=False)]}, {"rows": [after]})[0].word == word

@@ -289,8 +289,9 @@ def _bad(record: dict[str, Any]) -> bool:
 
 def _compared(before: str, after: dict[str, Any]) -> bool:
     """Print the comparison; whether anything is to be looked into."""
-    verdicts = comparison.compare(records.read(before), after)
-    _tell("\n".join(comparison.lines(verdicts) or ["no case in either record"]))
+    old = records.read(before)
+    verdicts = comparison.compare(old, after)
+    _tell("\n".join([*comparison.other_machine(old, after), *(comparison.lines(verdicts) or ["no case in either record"])]))
     return not verdicts or any(v.bad for v in verdicts)
 
 

@@ -1,7 +1,8 @@
 """Two records case by case, and which differences are more than noise.
 
-Two figures differ if their distance is more than both noises together (``statistics.Figure.noise``). Compared is the chained pair, or the first
-figure both rows have.
+Two figures differ if their distance is more than both noises together (``statistics.Figure.noise``). First comes the chained pair, or the first
+figure both rows have; then whatever else differs: other figures by the same rule, and single numbers (host time, compile time, memory, a layer's
+tokens per second), which have no spread, by `APART`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from ncclep_py.bench.record import key_of
 from ncclep_py.bench.statistics import Figure, differ
 from ncclep_py.bench.table import case_of
 
-__all__ = ["Verdict", "compare", "lines"]
+__all__ = ["Verdict", "compare", "lines", "other_machine"]
 
+APART = {"host_us": 0.25, "compile_s": 0.25, "peak_memory_bytes": 0.1, "tokens_per_s": 0.1}
+"""By how much of itself a single number must change to count."""
+
+MACHINE = ("gpu", "gpus", "driver", "nccl", "torch", "cuda", "numba_cuda", "python", "ncclep_py")
 PREFERRED = ("chained_pair", "pair", "eager_pair")
 WIDTH = 158
-BAD = ("slower", "wrong", "missing")
+BAD = ("slower", "more", "wrong", "missing")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Verdict:
     """What became of one case: figures before and after (None: none), which figure, a word, and why.
 
     Words: ``same``, ``faster``, ``slower``, ``new`` (nothing to compare with), ``missing`` (only in the first record), ``wrong`` (verified before,
-    not now), ``still wrong``, ``verified`` (no times, as in the simulator).
+    not now), ``still wrong``, ``verified`` (no times, as in the simulator), ``more`` and ``less`` (memory).
     """
 
     case: str
@@ -67,11 +72,59 @@ def _judge(case: str, old: dict[str, Any] | None, new: dict[str, Any] | None) ->
     return Verdict(case, name, before, after, "slower" if after.median > before.median else "faster", told)
 
 
+def _others(case: str, old: dict[str, Any], new: dict[str, Any], judged: str) -> list[Verdict]:
+    """What else differs of a case that is right in both records."""
+    found = []
+    for name in old.get("figures") or {}:
+        before, after = _figure(old, name), _figure(new, name)
+        if name != judged and before and after and differ(before, after):
+            noise = f"differ by {abs(after.median - before.median):.1f} us, noise {before.noise + after.noise:.1f} us"
+            found.append(Verdict(case, name, before, after, "slower" if after.median > before.median else "faster", noise))
+    for name, share in APART.items():
+        for label, was, now in _numbers(name, old.get(name), new.get(name)):
+            if abs(now - was) > share * was:
+                worse = (now < was) if name == "tokens_per_s" else (now > was)
+                word = {"peak_memory_bytes": "more" if worse else "less"}.get(name, "slower" if worse else "faster")
+                found.append(Verdict(case, label, _one(was), _one(now), word, f"a single number, more than {100 * share:.0f} % apart"))
+    return found
+
+
+def _numbers(name: str, old: Any, new: Any) -> list[tuple[str, float, float]]:
+    """(label, before, after) of the numbers both records have under a name."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [(f"{name} {part}", old[part], new[part]) for part in old if old[part] and new.get(part)]
+    return [(name, old, new)] if old and new and not isinstance(old, dict) and not isinstance(new, dict) else []
+
+
+def _one(value: float) -> Figure:
+    return Figure(value, value, value, 1)
+
+
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Verdict]:
-    """All cases of both records, in the order of the first."""
-    old, new = ({key_of(row): row for row in record["rows"]} for record in (before, after))
-    keys = [*old, *(key for key in new if key not in old)]
-    return [_judge(_name(old.get(key) or new[key]), old.get(key), new.get(key)) for key in keys]
+    """All cases of both records, in the order of the first, each with whatever else differs; then the layers."""
+    found = []
+    for part in ("rows", "layers"):
+        old, new = ({_key(row): row for row in record.get(part, ())} for record in (before, after))
+        for key in [*old, *(key for key in new if key not in old)]:
+            was, now = old.get(key), new.get(key)
+            case = _name(was or now or {})
+            if part == "layers":   # times of a step are not kept; only its speed
+                found += _others(case, was, now, "") if was and now and not (was.get("error") or now.get("error")) else []
+                continue
+            found.append(_judge(case, was, now))
+            if was and now and was.get("verified") and now.get("verified"):
+                found += _others(case, was, now, found[-1].figure)
+    return found
+
+
+def _key(row: dict[str, Any]) -> str:
+    return key_of(row) + f"{row.get('direction', '')}{row.get('width', '')}"
+
+
+def other_machine(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """A line for each difference of machine and versions, which no verdict knows of."""
+    old, new = before.get("machine") or {}, after.get("machine") or {}
+    return [f"not the same {name}: {old.get(name)}, now {new.get(name)}" for name in MACHINE if old.get(name) != new.get(name)]
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -82,7 +135,8 @@ def _name(row: dict[str, Any]) -> str:
         return key_of(row)
     aligned = [f"alignment {case.alignment}"] * bool(case.alignment)
     where = [case.mode, f"{case.gpus} GPU{'s' * (case.gpus > 1)}"] if case.backend == "nccl" else ["simulated"]
-    return ", ".join([f"{row['implementation']} {case.name()}", *aligned, *where])
+    layer = [f"MoE layer {row['direction']}"] if "direction" in row else []
+    return ", ".join([f"{row['implementation']} {case.name()}", *aligned, *where, *layer])
 
 
 def lines(verdicts: list[Verdict]) -> list[str]:
