@@ -190,6 +190,16 @@ def test_every_combination_is_a_case() -> None:
     assert {(c.algorithm, c.backward, c.alignment) for c in made} == {("ll", False, 0), ("ht", True, 16)}
 
 
+def test_combinations_that_make_no_sense_are_told(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "r.json"
+    words = ["--algorithm", "ht", "--layout", "flat", "rank_major", "--tokens", "3", "--ranks", "2", "3", "--experts", "8", "--json", str(file)]
+    assert command_line(["bench", "--backend", "sim", *words]) == 0
+    out, held = capsys.readouterr().out, record.read(file)
+    told = [line for line in out.splitlines() if line.startswith("left out: ")]
+    assert told == [f"left out: {why}" for why in held["left_out"]] and len(told) == 2 and len(held["rows"]) == 1
+    assert told[0] == "left out: ht, rank_major: ht has no such layout" and "ht, flat: " in told[1] and told[1].endswith(" (1 combination)")
+
+
 def row(median: float | None = 100.0, spread: float = 0.0, **changes: Any) -> dict[str, Any]:
     figures = {} if median is None else {"chained_pair": Figure(median, median - spread, median + spread, 10).as_json()}
     return {"implementation": "ncclep_py", **dataclasses.asdict(TOY), "verified": True, "figures": figures} | changes

@@ -76,9 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 # ---- what to run ---------------------------------------------------------------------------------------------------------------
-def cases(options: argparse.Namespace, backend: str, mode: str, gpus: int) -> list[Case]:
+def cases(options: argparse.Namespace, backend: str, mode: str, gpus: int, left_out: list[str] | None = None) -> list[Case]:
     """Every combination the command line asks for that makes sense; ``ValueError`` if none does, or none with some routing or number of columns, with
-    the reason of the first."""
+    the reason of the first. `left_out` gets a line for each reason why others do not."""
     if options.alignment < 0 or options.alignment & (options.alignment - 1):
         raise ValueError(f"alignment must be 0 or a power of two, got {options.alignment}")
     base = REAL if backend == "nccl" else TOY
@@ -87,6 +87,8 @@ def cases(options: argparse.Namespace, backend: str, mode: str, gpus: int) -> li
     check = functools.cache(check_routing)   # a recorded one is read once
     for algorithm in options.algorithm:
         layouts = [x for x in (options.layout or BOTH_LAYOUTS[algorithm]) if x in BOTH_LAYOUTS[algorithm]]
+        lacking = [x for x in options.layout or () if x not in BOTH_LAYOUTS[algorithm]]
+        told = {f"{algorithm}, {layout}: {algorithm} has no such layout": 0 for layout in lacking}
         values = [getattr(options, name) or [base[name]] for name in ("ranks", "experts", "topk", "hidden", "sms")]
         for layout, tokens, dtype, recipe, routing, *sizes in itertools.product(
                 layouts, options.tokens or TOKENS[backend][algorithm], options.dtype, options.recipe, options.routing, *values):
@@ -99,6 +101,9 @@ def cases(options: argparse.Namespace, backend: str, mode: str, gpus: int) -> li
                 made.append(case)
             except ValueError as e:
                 reasons.append((routing, hidden, str(e)))
+                told[f"{algorithm}, {layout}: {e}"] = told.get(f"{algorithm}, {layout}: {e}", 0) + 1
+        if left_out is not None:
+            left_out += [f"{why} ({count} combination{'s' * (count > 1)})" if count else why for why, count in told.items()]
     for routing, hidden, reason in reasons:
         if not any(case.routing == routing for case in made) or not any(case.hidden == hidden for case in made):
             raise ValueError(reason)
@@ -224,15 +229,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     backend, mode, gpus = _where(options)
     if mode == "torchrun":
         options.ranks = [int(os.environ["WORLD_SIZE"])]
-    todo = cases(options, backend, mode, gpus)
+    left_out: list[str] = []
+    todo = cases(options, backend, mode, gpus, left_out)
     first = mode != "torchrun" or os.environ["RANK"] == "0"
     tell = _tell if first else lambda text: None
     worlds, compiled = Worlds(), set()
     if backend == "sim":
         tell("simulated: results are checked, nothing is timed")
+    for why in left_out:
+        tell(f"left out: {why}")
     jobs = _jobs(options, todo, tell)
     try:
         record = records.new_record(machine(backend), worlds.alone(floors, mode) if backend == "nccl" else {})
+        record["left_out"] = left_out
         torch.cuda.empty_cache()   # ranks in other processes need the memory
         for done, (case, implementation) in enumerate(jobs):
             if first:
