@@ -55,6 +55,8 @@ Staged operations (``kernels/ll_net_staged.py``) keep S1 to S6 of ``memory_map``
 * L-S6 Rows of a staged combine are put from the payload slot, and still read when the send half is over. A rank's HEAD therefore follows DATA of all
   uses it has itself sent and not released (the *staged drain*): all ranks issue dispatches and send halves in the same order, so this covers every
   use its peers put before. Nobody writes to a slot before HEAD of all; if the staged drain fails, HEAD says ABORT, to all, and no rank writes.
+  (EXPERT_MAJOR dispatches need that. A RANK_MAJOR plane that is still being sent from is written with its own source's tokens, who gave up; who
+  meets in a combine waits for TAGS, too.)
   For the same reason a second combine of a slot meets all ranks first, staged or not (the host's rule): rows may then be copied into the slot.
 * L-S7 The network is quiet after a CLOSE that succeeds: its HEAD follows both drains.
 

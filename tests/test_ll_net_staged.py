@@ -9,10 +9,12 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from deadlines import Links, machine
 from test_ll_net_failures import careful_experts
 from test_mutations import effect_mutants, mutant
 from test_staged import TEXTS
@@ -25,9 +27,9 @@ from ncclep_py.kernels.ops import NET_OPS
 from ncclep_py.ll_net_map import FLIGHT_COUNT, LLNetMap
 from ncclep_py.memory_map import LocalMap, WindowMap
 from ncclep_py.signature import OpKind, Signature
-from ncclep_py.simulator import DeadlockError, Faults, RaceError, SimulationError, Simulator
+from ncclep_py.simulator import DeadlockError, Faults, RaceError, SimulationError, Simulator, ll_net_program
 from ncclep_py.simulator.ll_net_program import HALVES, LLNetStagedProgram, LLNetStagedRankMajorProgram
-from ncclep_py.simulator.program import _same
+from ncclep_py.simulator.program import Dispatched, _same
 
 MIXED = (*TEXTS, "S0 D1 A0 X0 P00 X1 P11 S0 R1 A0 X0 C0 R0",   # dispatches into slots whose rows are still on their way back
          "D0 D1 X0 P00 X1 C1 S0 R0 A0 X0 P01 P12 R2 R1", "D X P00 S A X P01 R0 P02 R1 R2 D X C")
@@ -181,9 +183,7 @@ def meet_before_rows_are_written(seed: int, **how: Any) -> None:
     p.experts(d)
     p.send_combine(d, 0)
     before = dataclasses.replace(d, experts=[rows.clone() for rows in d.experts])
-    for rank in p.ranks:
-        meets = Signature(OpKind.COMBINE, p.layout, p.shape.token_type, 0, 0, 2, p.shape.row_bytes // 16)
-        p._launch_signed("combine", rank, 0, d.handle, 0, meets, {"num_tokens": 0, "rows_valid": 0, "weights": 0, "out": 0})
+    meet(p, d)
     p.experts(d)
     p.send_combine(d, 1)
     p.complete_combine(before, 0)
@@ -536,6 +536,105 @@ def comes_up_late(seed: int, **how: Any) -> bool:
 
 def test_a_use_that_comes_up_late_harms_no_later_one() -> None:
     assert all(comes_up_late(seed) for seed in range(24))
+
+
+def drain_fails(seed: int, kernel: str, **how: Any) -> int:
+    """L-S6: rows of a staged combine are so slow that their receiver gives up its staged drain in the next operation, before others begin it. How
+    many ranks were told of that."""
+    draw, team = random.Random(seed), (2, 1)[seed % 2]
+    with mock.patch.object(ll_net_program, "Network", Links), mock.patch(f"{__name__}.Simulator", machine_like):
+        p = group(seed, team=team, tokens=(4, 4, 4, 4), **how)
+    p.sim.poison = False
+    d = p.dispatch()
+    p.experts(d)
+    p.sim.run()
+    source = draw.randrange(4)
+    target = draw.choice([r for r in p.ranks if r // team != source // team])
+    p.network.slow_links.add((source, target))   # type: ignore[attr-defined]
+    p.sim.scheduler.haste = 0.97   # type: ignore[attr-defined]
+    p.send_combine(d, 0)
+    p.sim.faults = Faults(late={r: p.sim.streams[r].started + 1 for r in p.ranks if r != target}, timeouts=True)
+    if kernel == "combine":
+        meet(p, d)
+        for rank in p.ranks:
+            p.sim.host(rank, functools.partial(write_if_met, p, d, rank))
+    else:
+        (p.send_dispatch if kernel == "dispatch_send" else p.dispatch)(0)
+    p.sim.run()
+    return sum(p.record(rank) is not None for rank in p.ranks)
+
+
+def machine_like(num_ranks: int, seed: int, mode: str, **more: Any) -> Simulator:
+    """A simulator whose waits give up by the clock, made like any other."""
+    return machine(num_ranks, seed, **more)
+
+
+def meet(p: LLNetStagedProgram, d: Dispatched) -> None:
+    """Enqueue a combine of nothing: all ranks meet."""
+    meets = Signature(OpKind.COMBINE, p.layout, p.shape.token_type, 0, 0, 2, p.shape.row_bytes // 16)
+    for rank in p.ranks:
+        p._launch_signed("combine", rank, 0, d.handle, 0, meets, {"num_tokens": 0, "rows_valid": 0, "weights": 0, "out": 0})
+
+
+def write_if_met(p: LLNetStagedProgram, d: Dispatched, rank: int) -> None:
+    """Write the rows of a slot, if nothing failed."""
+    if not p.records[rank].any():
+        for at, size in p.rows(d, rank):
+            p.sim.memory.write(p.sim.scheduler.current.agent, at, size)
+
+
+GIVEN_UP = """                if drained != 0:   # FAIL is decided, so all warps read the same
+                    {0} = outcome(fail, epoch, {0})
+"""
+DRAINED = "            if STAGING > 0:\n                " + DRAIN + "\n" + GIVEN_UP
+ITSELF = """            if STAGING > 0:
+                if drained != 0:
+                    code = drained
+"""
+
+
+def order(name: str, status: str) -> list[tuple[str, str]]:
+    """Changes that lose a part of L-S6."""
+    drained = DRAINED.format(status)
+    return {"HEAD before the staged drain": [(drained, ""), (ITSELF, drained + ITSELF)], "HEAD does not tell": [(GIVEN_UP.format(status), "")],
+            "goes on itself": [("                    code = drained\n", "                    pass\n")]}[name]
+
+
+HALVES_OF_DISPATCH = ("dispatch", "dispatch_send")
+LOST_ORDERS = [(kernel, name) for kernel in HALVES_OF_DISPATCH for name in ("HEAD before the staged drain", "HEAD does not tell")]
+KEPT_ORDERS = {   # what nothing shows, and why
+    ("combine", "HEAD before the staged drain", Layout.EXPERT_MAJOR): "who meets waits for TAGS, too, which say so",
+    ("combine", "HEAD does not tell", Layout.EXPERT_MAJOR): "the same",
+    ("dispatch", "HEAD does not tell", Layout.RANK_MAJOR): "what is still on its way to a rank lies where only its tokens come, and it gives up",
+    ("dispatch_send", "HEAD does not tell", Layout.RANK_MAJOR): "the same",
+    **{(kernel, "goes on itself", Layout.EXPERT_MAJOR): "it reads its own HEAD" for kernel in (*HALVES_OF_DISPATCH, "combine")},
+}
+
+
+@pytest.mark.parametrize(("kernel", "name"), LOST_ORDERS)
+def test_the_staged_drain_comes_before_head_which_tells_if_it_fails(kernel: str, name: str) -> None:
+    with pytest.raises(RaceError, match=r"ll_net_return_rows .* reads SLOT0"):
+        for seed in range(12):
+            drain_fails(seed, kernel, **mutated(kernel, *order(name, "status")))
+
+
+@pytest.mark.parametrize("kernel", HALVES_OF_DISPATCH)
+def test_the_staged_drain_of_rank_major_comes_before_head(kernel: str) -> None:
+    assert first_red(40, **mutated(kernel, *order("HEAD before the staged drain", "status"), layout=Layout.RANK_MAJOR)) is not None
+
+
+@pytest.mark.parametrize(("kernel", "name", "layout"), KEPT_ORDERS)
+def test_surviving_order(kernel: str, name: str, layout: Layout) -> None:
+    how = mutated(kernel, *order(name, "state" if kernel == "combine" else "status"), layout=layout)
+    for seed in range(6):
+        assert drain_fails(seed, kernel, **how) > 0
+        if kernel == "combine":
+            meet_before_rows_are_written(seed, **how)
+
+
+@pytest.mark.parametrize("kernel", [*HALVES_OF_DISPATCH, "combine"])
+def test_a_staged_drain_that_fails_lets_nobody_write(kernel: str) -> None:
+    assert all(drain_fails(seed, kernel) > 1 for seed in range(6))
 
 
 LL_NET_STAGED = {op[0] for op in LL_NET_STAGED_OPERATIONS}
