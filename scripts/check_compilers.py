@@ -22,6 +22,7 @@ import torch
 from ncclep_py import Algorithm, GroupConfig, Layout, launch, toolchain
 from ncclep_py.kernels.ht_net_shape import HTNetShape
 from ncclep_py.kernels.ht_shape import HTShape
+from ncclep_py.kernels.ll_net_masked_shape import LLNetMaskedShape
 from ncclep_py.kernels.ll_net_shape import LLNetShape
 from ncclep_py.kernels.shape import PLAIN, KernelShape
 
@@ -37,7 +38,9 @@ def spec_of(name: str) -> launch.KernelSpec:
     staged = name.endswith(("_send", "_complete"))
     config = GroupConfig(**size, num_staging_slots=2 if staged else 0, enable_mask="mask" in name)
     shape = KernelShape.build(config, 8, 8, 8, Layout.RANK_MAJOR if "rank_major" in name else Layout.EXPERT_MAJOR)
-    return launch.KernelSpec(name, LLNetShape.over(shape, config, 4) if "_net_" in name else shape)
+    if "_net_" in name:
+        return launch.KernelSpec(name, (LLNetMaskedShape if "mask" in name else LLNetShape).over(shape, config, 4))
+    return launch.KernelSpec(name, shape)
 
 
 def outcome(name: str, compiler: str, arch: str) -> tuple[str, float, bool]:
