@@ -40,8 +40,8 @@ all its members alike; it commits, fails, or is followed by one under a larger m
   these adds, so all that a member ever put to another has landed, and both know what to count from (T-N2); the others are missing. Who is decided to
   come is a member; all members go on at the largest of their epochs + 1, with empty slots. Whom a member masks only now did not come: it is told by a
   view of the operation it will make next. Whoever was told to be out by then says so in its JOIN; if all members were, those who went on are not
-  among them, and all are out: no group forms beside theirs. Who finds JOINs of later calls goes there, unless others are where it is: then it is out
-  of this one. All who call add to their signals at the end, so these words are drained, too.
+  among them, and all are out: no group forms beside theirs. Who finds JOINs of later calls goes there; who is out of a call, or finds some ranks in
+  it and some further on, says so in it and tries the next, twice. All who call add to their signals at the end, so these words are drained, too.
 
 A link that fails between two living ranks makes each, or both, a missing one for the other; views union this, so all go on without either that
 anybody misses. If the whole network of a rank fails, its team, which it still reaches, learns both from it and from all others whom they miss, and

@@ -27,7 +27,7 @@ def make_ll_net_mask_clean(shape: LLNetMaskedShape, ops: Vocabulary) -> Callable
     EPOCH, CLEAN_EPOCH, MASK, OUTCOME, MASKED_AT = shape.local.epoch, mine.clean_epoch, mine.mask, mine.outcome, mine.masked_at
     VIEWS, JOINS, CLEAN_VIEWS, ROUNDS, ADDS, MADE, TOLD = plan.views, plan.joins, plan.clean_views, plan.rounds, plan.adds, plan.made, plan.told
     EVERYBODY, BEHIND, DECIDED, EXCLUDED = (1 << shape.num_ranks) - 1, FAILED, SAID, int(Code.EXCLUDED)
-    warp_idx, read_epoch, advance_epoch, read_mask = ops.warp_idx, ops.read_epoch, ops.advance_epoch, ops.read_mask
+    warp_idx, read_epoch, advance_epoch, read_mask, next_epoch = ops.warp_idx, ops.read_epoch, ops.advance_epoch, ops.read_mask, ops.next_epoch
     clean_epoch, is_told, send_join, wait_joins = ops.ll_net_clean_epoch, ops.ll_net_is_told, ops.ll_net_send_join, ops.ll_net_wait_joins
     say, hear, all_stranded, signal, readmit = (
         ops.ll_net_say, ops.ll_net_hear, ops.ll_net_all_stranded, ops.ll_net_signal_clean, ops.ll_net_readmit)
@@ -36,7 +36,7 @@ def make_ll_net_mask_clean(shape: LLNetMaskedShape, ops: Vocabulary) -> Callable
     def ll_net_mask_clean(comm, window, rank, local, signature, num_slots, timeout):  # noqa: ANN001, ANN202
         trace = trace_begin()
         own, mask, epoch = read_epoch(local + EPOCH), read_mask(local + MASK), read_epoch(local + CLEAN_EPOCH)
-        view, decided, turn = BEHIND, 0, 1
+        out, view, decided, turn, missed = 1 << rank, BEHIND, 0, 1, 0
         # ---- 1 join, where the others are ----------------------------------------------------------------------------
         for _ in range(RANKS + 1):
             trace = stamp(trace, HEAD)
@@ -46,12 +46,17 @@ def make_ll_net_mask_clean(shape: LLNetMaskedShape, ops: Vocabulary) -> Callable
                 send_join(comm, window, JOINS, rank, RANKS, TEAM, local + MADE, epoch, own, stranded)
             trace = stamp(trace, WAIT_HEADS)
             view = wait_joins(comm, window, JOINS, CLEAN_VIEWS, rank, RANKS, TEAM, CONTEXTS, ROUNDS, epoch, timeout)
-            if view != BEHIND:
+            if view == out and missed < 2:   # of a call that was over, or of one that few came to: others may be in the next
+                if warp_idx() == 0:
+                    say(comm, window, CLEAN_VIEWS, rank, RANKS, TEAM, 0, ROUNDS, 1, epoch, view)
+                missed += 1
+                epoch = next_epoch(epoch)
+            elif view != BEHIND:
                 break
         # ---- 2 agree ---------------------------------------------------------------------------------------------------
         trace = stamp(trace, VOTE)
         if view == BEHIND:
-            view = 1 << rank
+            view = out
         while turn <= ROUNDS and decided == 0:
             if warp_idx() == 0:
                 say(comm, window, CLEAN_VIEWS, rank, RANKS, TEAM, 0, ROUNDS, turn, epoch, view)

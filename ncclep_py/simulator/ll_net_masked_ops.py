@@ -78,6 +78,12 @@ def _due(call: Call, task: Task, source: int, context: int, signal: int, least: 
     return network.seen(task.rank, context, signal) + sum(i.amount for i in wire.open if i.kind == "signal" and i.signal == signal) >= least
 
 
+def _read_all(access: Access, words: Sequence[Word]) -> None:
+    """What a wait looked at, with its strength."""
+    for word in words:
+        access.load(word)
+
+
 def _read_adds(access: Access, adds: int, num_ranks: int) -> list[int]:
     return access.read(adds, 8 * num_ranks).view(np.int64).tolist()
 
@@ -135,6 +141,7 @@ def ll_net_wait_members(call: Call, task: Task, comm: int, window: int, heads: i
     """HEAD of all members."""
     network, sources, team = _network(call, comm), [s for s in _members(num_ranks, view) if s != rank], _team(rank, team_size)
     counts: list[int] = []
+    first: list[Word] = []
     result = 0
 
     def count(access: Access) -> None:
@@ -146,7 +153,7 @@ def ll_net_wait_members(call: Call, task: Task, comm: int, window: int, heads: i
         if task.warp:
             return 0
         words = {s: [access.word(_local(call, task, window, _head(heads, num_ranks, s, epoch)) + half) for half in (0, 8)] for s in sources}
-        first = [access.word(_local(call, task, window, _view_at(views, num_ranks, rounds, 1, epoch, s))) for s in sources]
+        first.extend(access.word(_local(call, task, window, _view_at(views, num_ranks, rounds, 1, epoch, s))) for s in sources)
 
         def stop() -> bool:
             return any(v >> 32 == epoch and v >> rank & 1 for v in (w.peek(task.agent).value for w in first))
@@ -173,7 +180,7 @@ def ll_net_wait_members(call: Call, task: Task, comm: int, window: int, heads: i
                     network.acquire(task, 0, 2 * s)
 
     given = (comm, window, heads, views, rank, num_ranks, team_size, mask, view, rounds, adds, epoch, signature, waited, timeout)
-    return call.perform(task, given, {"adds": count, "head": head, "view": lambda a: None, "net": net})
+    return call.perform(task, given, {"adds": count, "head": head, "view": lambda a: _read_all(a, first), "net": net})
 
 
 def ll_net_await_view(call: Call, task: Task, outcome: int, epoch: int, timeout: int) -> int:
@@ -291,6 +298,7 @@ def ll_net_wait_member_data(call: Call, task: Task, comm: int, window: int, arri
     """All that members sent."""
     network, sources, team = _network(call, comm), [s for s in _members(num_ranks, mask) if s != rank], _team(rank, team_size)
     counts: list[int] = []
+    first: list[Word] = []
 
     def count(access: Access) -> None:
         if not task.warp:
@@ -300,7 +308,7 @@ def ll_net_wait_member_data(call: Call, task: Task, comm: int, window: int, arri
         if task.warp:
             return 0
         words = {s: access.word(_local(call, task, window, arrived + 8 * s)) for s in sources if s in team}
-        first = [access.word(_local(call, task, window, _view_at(views, num_ranks, rounds, 1, epoch, s))) for s in sources]
+        first.extend(access.word(_local(call, task, window, _view_at(views, num_ranks, rounds, 1, epoch, s))) for s in sources)
 
         def stop() -> bool:
             return any(v >> 32 == epoch and v & LOW not in (0, SAID | mask) for v in (w.peek(task.agent).value for w in first))
@@ -328,7 +336,7 @@ def ll_net_wait_member_data(call: Call, task: Task, comm: int, window: int, arri
                         network.acquire(task, c, 2 * s + 1)
 
     given = (comm, window, arrived, views, rank, num_ranks, team_size, contexts, mask, rounds, adds, epoch, waited, timeout)
-    return call.perform(task, given, {"adds": count, "arrived": wait, "view": lambda a: None, "net": net})
+    return call.perform(task, given, {"adds": count, "arrived": wait, "view": lambda a: _read_all(a, first), "net": net})
 
 
 # ---- agreement -------------------------------------------------------------------------------------------------------------------
@@ -711,6 +719,7 @@ def ll_net_wait_joins(call: Call, task: Task, comm: int, window: int, joins: int
                       contexts: int, rounds: int, epoch: int, timeout: int) -> int:
     """All ranks' words, and all they ever put."""
     network, sources, team = _network(call, comm), [s for s in range(num_ranks) if s != rank], _team(rank, team_size)
+    first: list[Word] = []
     signals = [(c, half) for c in range(contexts) for half in (0, 1) if half or c == 0]
 
     def join(access: Access) -> int:
@@ -722,7 +731,7 @@ def ll_net_wait_joins(call: Call, task: Task, comm: int, window: int, joins: int
 
         words = {s: [word(s, i) for i in range(3)] for s in sources}
         later = {s: word(s, 0, 1) for s in sources}
-        first = [access.word(_local(call, task, window, _view_at(views, num_ranks, rounds, 1, epoch, s))) for s in sources]
+        first.extend(access.word(_local(call, task, window, _view_at(views, num_ranks, rounds, 1, epoch, s))) for s in sources)
         came: set[int] = set()
         done: set[int] = set()
         further = False
@@ -769,7 +778,7 @@ def ll_net_wait_joins(call: Call, task: Task, comm: int, window: int, joins: int
                         network.acquire(task, c, 2 * s + half)
 
     given = (comm, window, joins, views, rank, num_ranks, team_size, contexts, rounds, epoch, timeout)
-    return call.perform(task, given, {"join": join, "view": lambda a: None, "net": net})
+    return call.perform(task, given, {"join": join, "view": lambda a: _read_all(a, first), "net": net})
 
 
 def ll_net_all_stranded(call: Call, task: Task, window: int, joins: int, rank: int, num_ranks: int, epoch: int, view: int) -> int:
