@@ -307,7 +307,7 @@ def test_ranks_that_come_to_mask_clean_late_or_die_in_it() -> None:
 
 
 def out_of_step(seed: int, **how: Any) -> None:
-    """A rank missed operations, or calls of ``mask_clean``, or both: its next operation tells it so, and alone it is no group; then it is taken back."""
+    """A rank missed operations, calls of ``mask_clean``, or both: its next operation tells it so, and alone it is no group; then it is taken back."""
     draw, who = random.Random(seed), seed % 4
     sim = Simulator(4, seed, ("adversarial", "fair")[seed // 4 % 2], effects=how.pop("effects", None), faults=Faults(timeouts=True, bounded=True))
     p = group(sim, 1 + seed // 8 % 2, seed, **how)
@@ -315,7 +315,7 @@ def out_of_step(seed: int, **how: Any) -> None:
     p.play("D X C")
     sim.run()
     p.ended.clear()
-    cleans = draw.randrange(3)
+    cleans = draw.choice((0, 1, 2, 5))
     for _ in range(draw.randrange(3) if cleans else 1):
         p.dispatch(ranks=others)
     for _ in range(cleans):
@@ -587,7 +587,8 @@ def clean_any(seed: int, **how: Any) -> None:
 
 
 CLEAN_MUTANTS: dict[str, tuple[str, str]] = {
-    "nobody waits for the others": ("view = wait_joins(comm, window, JOINS, CLEAN_VIEWS, rank, RANKS, TEAM, CONTEXTS, ROUNDS, epoch, timeout)", "view = 0"),
+    "nobody waits for the others": (
+        "view = wait_joins(comm, window, JOINS, CLEAN_VIEWS, rank, RANKS, TEAM, CONTEXTS, ROUNDS, epoch, timeout)", "view = 0"),
     "one round decides": ("decided, view = heard & DECIDED,", "decided, view = DECIDED,"),
     "nobody says what is decided": ("                say(comm, window, CLEAN_VIEWS, rank, RANKS, TEAM, 0, ROUNDS, 0, epoch, view)\n", ""),
     "who did not come is not told": ("say(comm, window, VIEWS, rank, RANKS, TEAM, mask | (EVERYBODY & ~view), ROUNDS, 1, own, view)", "turn = 0"),
@@ -600,7 +601,8 @@ CLEAN_MUTANTS: dict[str, tuple[str, str]] = {
 CLEAN_RULES: dict[str, tuple[str, str, str]] = {
     "T-N10 adds are not awaited": ("ll_net_wait_joins", "s in team or all(network.seen", "True or all(network.seen"),
     "T-N10 JOIN alone is not enough": ("ll_net_wait_joins", "all(map(fits, values))", "True"),
-    "T-N10 all count on from what they counted": ("ll_net_readmit", "1 if r in so_far else max(now, held[\"adds\"][r])", "1 if False else held[\"adds\"][r]"),
+    "T-N10 all count on from what they counted": (
+        "ll_net_readmit", "1 if r in so_far else max(now, held[\"adds\"][r])", "1 if False else held[\"adds\"][r]"),
     "T-N10 adds of the call are not counted": ("ll_net_readmit", "_signed(so_far[r] - now) + 1", "_signed(so_far[r] - now)"),
     "T-N10 calls are not counted in what was made": ("ll_net_readmit", "n + (r != rank)", "n"),
     "T-N10 attempts are not": ("ll_net_conclude_members", "n + (r != rank and not mask >> r & 1)", "n"),
@@ -610,22 +612,56 @@ CLEAN_RULES: dict[str, tuple[str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CLEAN_MUTANTS)
+UNSEEN_IN_CLEAN = {
+    "one round decides": "two ranks would have to die, one while it joins, one in the round; in operations the same agreement is seen to need it",
+    "who was told before is told again": "it overwrites views of the attempt that such a rank missed, but not what was DECIDED there",
+    "T-N10 adds are not awaited": "the drain of the next operation awaits them; here a rank whose puts were lost is left out at once",
+}
+"""Those that nothing shows here, and why. Each is asserted to survive, so that this list stays true."""
+
+
+def of_clean(name: str, **how: Any) -> BaseException | None:
+    """The first error without something."""
+    if name in CLEAN_RULES:
+        return with_rule(name, run=clean_any, **how)
+    return first_red(run=clean_any, make_clean=mutant(make_ll_net_mask_clean, CLEAN_MUTANTS[name]), **how)
+
+
+@pytest.mark.parametrize("name", [name for name in (*CLEAN_MUTANTS, *CLEAN_RULES) if name not in UNSEEN_IN_CLEAN])
 def test_clean_mutant_is_red(name: str) -> None:
-    assert first_red(run=clean_any, make_clean=mutant(make_ll_net_mask_clean, CLEAN_MUTANTS[name])) is not None
+    assert of_clean(name) is not None
 
 
-@pytest.mark.parametrize("name", CLEAN_RULES)
-def test_clean_rule_is_needed(name: str) -> None:
-    assert with_rule(name, run=clean_any) is not None
+@pytest.mark.parametrize("name", UNSEEN_IN_CLEAN)
+def test_clean_mutant_that_nothing_shows(name: str) -> None:
+    assert of_clean(name, seeds=25) is None
 
 
 # ---- what synchronises -----------------------------------------------------------------------------------------------------------
 OPERATIONS = {op[0] for op in LL_NET_MASKED_OPERATIONS}
-EFFECTS = {name: effects for name, effects in effect_mutants(OPERATIONS, NET_OPS).items() if "st." not in name or not name.endswith(" net")}
+EFFECTS = {name: effects for name, effects in effect_mutants(OPERATIONS, NET_OPS).items()
+           if ("st." not in name or not name.endswith(" net")) and "fence.relaxed" not in name}
 """Without how strong a put is: that is the network's."""
-OF_CLEAN = ("ll_net_clean_epoch", "ll_net_is_told", "ll_net_send_join", "ll_net_wait_joins", "ll_net_all_stranded", "ll_net_signal_clean", "ll_net_readmit")
-SURVIVORS: dict[str, str] = {}
+OF_CLEAN = ("ll_net_clean_epoch", "ll_net_is_told", "ll_net_send_join", "ll_net_wait_joins", "ll_net_all_stranded", "ll_net_signal_clean",
+            "ll_net_readmit")
+WARP_0 = "only warp 0 goes on with what it returns"
+SIGNALS = "what is put has fences of its own, and so has HEAD of the next attempt; NCCL asks for one before a signal"
+COUNTED = "only counts are read by it, nothing that was put"
+SURVIVORS: dict[str, str] = {
+    "ll_net_enter_members: no 4 bar.sync": WARP_0, "ll_net_wait_members: no 4 bar.sync": WARP_0, "ll_net_wait_member_data: no 4 bar.sync": WARP_0,
+    "ll_net_hear: no 1 bar.sync": WARP_0, "ll_net_clean_epoch: no 1 bar.sync": WARP_0, "ll_net_is_told: no 1 bar.sync": WARP_0,
+    "ll_net_wait_joins: no 3 bar.sync": WARP_0,
+    "ll_net_send_member_row: fence.acq_rel.sys first": "rows for my team, then after it, are published with ARRIVED; what is put was written before",
+    "ll_net_send_made_row: fence.acq_rel.sys first": "the same",
+    "ll_net_return_member_rows: fence.acq_rel.sys first": "what it puts was written before this kernel began",
+    "ll_net_conclude_members: ld.weak net": COUNTED, "ll_net_conclude_members: ld.relaxed.gpu net": COUNTED,
+    "ll_net_readmit: ld.weak net": COUNTED, "ll_net_readmit: ld.relaxed.gpu net": COUNTED,
+    "ll_net_count_messages: no 0 bar.sync": "ll_net_await_view has one before it", "ll_net_count_member_rows: no 0 bar.sync": "the same",
+    "ll_net_count_member_rows: no 5 bar.sync": "last_block has one after it, and nothing in between uses that memory",
+    "ll_net_wait_joins: ld.acquire.gpu net": "the drain of the next attempt acquires it, too", "ll_net_wait_joins: ld.relaxed.sys net": "the same",
+} | {f"ll_net_signal_{what}: {how}": SIGNALS for what in ("members", "clean")
+     for how in ("no 0 fence.acq_rel.sys", "fence.acq_rel.gpu", "fence.acq_rel.sys last")}
+"""Effects whose loss nothing shows in these programs, and why. Each is asserted to survive, so that this list stays true."""
 
 
 def with_effect(name: str, **how: Any) -> BaseException | None:
