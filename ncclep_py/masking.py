@@ -11,10 +11,10 @@ renormalising weights. The rules, and what a rank may do for this to hold, stand
 
 An operation takes 1.25 timeouts more if ranks do not come, and one more again if a rank stops in the middle of it.
 
-Over several teams (``ll_net_member_map.py``) ranks agree by words that are put, and nobody can write over what others read, so a longer stall harms no
-result. A rank is told that it is out by what its next operation finds. If the network of a living rank fails, all go on without either of two ranks
-one of which misses the other; a rank that hears nobody goes on alone. An operation takes 1.25 timeouts more if ranks do not come, 1.5 if one stops
-in the middle of it, and some two for each that stops while the others agree.
+Over several teams (``ll_net_member_map.py``) ranks agree by words that are put, and nobody can write over what others read, so a longer stall harms
+no result. A rank is told that it is out by what its next operation finds. If the network of a living rank fails, all go on without either of two
+ranks one of which misses the other; a rank that hears nobody goes on alone. An operation takes 1.25 timeouts more if ranks do not come, 1.5 if one
+stops in the middle of it, and some two for each that stops while the others agree.
 """
 
 from __future__ import annotations
