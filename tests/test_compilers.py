@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ncclep_py import compiled, launch, toolchain
+from ncclep_py.explain import text
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
@@ -62,6 +63,17 @@ def test_the_script_prints_a_line_per_kernel(checker: Any, capsys: pytest.Captur
     assert head.startswith("| kernel | numba-cuda ") and re.match(r"\| ll_copy \| \d+ registers \| \d+\.\d \|", line)
 
 
+def test_the_page_lists_every_kernel() -> None:
+    listed = re.findall(r"^\| (\w+) \| \d+ registers.* \| \d+ registers", text("mlir"), re.MULTILINE)
+    assert listed == list(launch.KERNELS)
+
+
+def test_every_kernel_has_the_shape_it_is_made_for(checker: Any) -> None:
+    for name in launch.KERNELS:
+        shape = checker.spec_of(name).shape
+        assert hasattr(shape, "net") == ("_net_" in name) and hasattr(shape, "members") == ("_net_mask" in name), name
+
+
 @pytest.mark.skipif(importlib.util.find_spec("numba_cuda_mlir") is None, reason="numba-cuda-mlir is not installed: pip install numba-cuda-mlir")
 @pytest.mark.parametrize("name", launch.KERNELS)
 def test_the_successor_compiles(name: str, checker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
@@ -69,5 +81,5 @@ def test_the_successor_compiles(name: str, checker: Any, monkeypatch: pytest.Mon
     monkeypatch.setenv("NCCLEP_CACHE_DIR", str(tmp_path))
     made = launch.compile_kernel(checker.spec_of(name))
     assert made.cubin[:4] == b"\x7fELF" and name in made.symbol
-    stack = 512 if "_net_" in name else 40 if name in WITH_STACK else 0   # over teams both compilers leave one
+    stack = 640 if "_net_" in name else 40 if name in WITH_STACK else 0   # over teams both compilers leave one
     assert made.info["registers"] <= toolchain.MAX_REGISTERS and made.info["stack"] <= stack
