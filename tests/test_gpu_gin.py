@@ -61,8 +61,9 @@ def run(plugin: str, scenario: str, teams: int, *words: str, processes: int = 0,
     command: Sequence[str] = [sys.executable, PROGRAM, "run", scenario, "--teams", str(teams), *words]
     if processes:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *command[1:], "--processes"]
-    own = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-           "CUDA_DEVICE_MAX_CONNECTIONS": "32"}   # a queue for each stream: else the plugin's copies may stand behind a kernel that waits for them
+    own = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    if not processes:   # under MPS there are not so many
+        own["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"   # a queue for each stream: else the plugin's copies may stand behind a kernel that waits for them
     if teams > 1:
         own |= {"NCCL_RMA_PLUGIN": plugin, "NCCL_LSA_TEAM_SIZE": str((processes or RANKS) // teams)}
     process = subprocess.Popen(command, env=os.environ | own | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
