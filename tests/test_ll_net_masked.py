@@ -557,6 +557,8 @@ RULES: dict[str, tuple[str, str, str]] = {
 UNSEEN_RULES = {
     "T-N4 no view ends a wait for data": "only time: all that live signal DATA, also those that sent nothing",
     "T-N4 who is missed is forgotten": "who does not signal DATA says no view either, and is missed in round 1",
+    "T-N5 who says nothing is not missed": "who dies is missed for its DATA (T-N4); who dies between its DATA and its view was shown by a "
+                                           "schedule that the network's draws no longer give: to be shown anew",
     "T-N7 a rank does not see itself in a view": "it hears what the others decide, or nobody any more, and is out all the same, only later",
     "T-N9 who dies after its adds came late": "the attempt that follows would say so at once, behind MASKED: seen if the host clears that in between",
 }
