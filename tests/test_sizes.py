@@ -51,13 +51,14 @@ def test_table() -> None:
 
 
 def test_what_several_teams_add() -> None:
-    """Messages of all ranks once, with staging once per slot; what was sent, what comes back, and its places."""
+    """Messages of all ranks once, with staging once per slot; what was sent, what comes back (with masks: a place per rank), and its places."""
     message, back = 16 * 7 + ROW, 128 * 8 * ROW
     for o in options(config(), 8, 4):
         plain, slots = next(p for p in options(config(), 8) if p.name == o.name), 2 if "two" in o.name else 1
         banks = slots if "staging" in o.name else 1
         assert (o.slots, o.staging, o.control) == (plain.slots, plain.staging, plain.control)
-        told = 128 * message + banks * 8 * 128 * message + back + slots * 8 * 128 * 8 * 4
+        places = 8 if o.name.startswith("enable_mask") else 1
+        told = 128 * message + banks * 8 * 128 * message + places * back + slots * 8 * 128 * 8 * 4
         assert told < o.network < told + 40_000 and o.total == o.slots + o.staging + o.control + o.network, o.name
     assert markdown(config(), 8, 4).splitlines()[0] == "| per rank, in MB | slots | staging | control | network | total |"
 
