@@ -365,13 +365,9 @@ class Group(Masking, OwnKernels, Waited):
             error = record.exception(SENTENCES)
             if self.config.enable_mask and record.code == Code.STALE_SLOT:
                 error.everywhere = False   # the other members went on
-            if note := self.network_note():
+            if self.network is not None and (note := self.network.note()):
                 error.args = (f"{error}; {note}", *error.args[1:])
             raise error
-
-    def network_note(self) -> str:
-        """Internal: what is known about the network, if an error may come from it."""
-        return ""
 
     def start_at(self, epoch: int) -> None:
         """Set the epoch of the next operation, in [0, 2^32). For tests of the wrap; every rank must call it between operations."""

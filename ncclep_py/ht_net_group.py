@@ -18,6 +18,7 @@ from ncclep_py.plan import device_needs
 
 if TYPE_CHECKING:
     from ncclep_py.communicator import Communicator
+    from ncclep_py.network import DeviceCommunicator
 
 __all__ = ["HTNetGroup"]
 
@@ -31,11 +32,13 @@ class HTNetGroup(HTGroup):
         net: what several teams add to the byte plans.
     """
 
+    network: DeviceCommunicator
+
     def __init__(self, comm: Communicator, config: GroupConfig) -> None:
         """Internal: use `Group.create`."""
-        self._device = self.network = comm.device_communicator(device_needs(config, comm.topology))
+        self.network = comm.device_communicator(device_needs(config, comm.topology))
         super().__init__(comm, config)
-        self._held.append(self._device)
+        self._held.append(self.network)
 
     def memory(self) -> tuple[int, list[tuple[str, int, int]], int, list[tuple[str, int, int]]]:
         """Internal: bytes and regions of the window and of the local block."""
@@ -59,13 +62,9 @@ class HTNetGroup(HTGroup):
 
     def first_values(self, name: str, backward: bool) -> tuple[int, ...]:
         """Internal: values of a launch before the window."""
-        return (self._device.address, int(backward)) if name == "ht_combine" else (self._device.address,)
-
-    def network_note(self) -> str:
-        """Internal: ranks that nothing is put to any more."""
-        return self._device.note()
+        return (self.network.address, int(backward)) if name == "ht_combine" else (self.network.address,)
 
     def close(self) -> None:
         """As `Group.close`; then the device communicator goes, too."""
         super().close()
-        self._device.close()
+        self.network.close()

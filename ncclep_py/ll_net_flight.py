@@ -33,7 +33,7 @@ def net_values(group: LLNetGroup, handle: LLNetHandle, name: str, slot: int, sta
     `own`: the operation's own, for one team; `place`: number of the user window its rows are in, -1 for the slot; staged ones use the slot.
     """
     plan, local_map, net, (local, record) = group.map, group.local_map, group.net, group.addresses()
-    first = (group.device.address, group.window.handle, group.rank, local, record)
+    first = (group.network.address, group.window.handle, group.rank, local, record)
     if name == "ll_combine_complete":
         return (*first, *own, *_stage(group, stage))
     at, table, remote, header = plan.slot(slot), local + local_map.table(slot), local + net.slot_remote(slot), local + local_map.header(slot)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ncclep_py.communicator import Communicator
     from ncclep_py.config import GroupConfig
     from ncclep_py.inputs_outputs import LayoutInfo
+    from ncclep_py.network import DeviceCommunicator
 
 __all__ = ["LLNetGroup", "LLNetHandle"]
 
@@ -48,12 +49,14 @@ class LLNetGroup(Group):
         net: what several teams add to the byte plans.
     """
 
+    network: DeviceCommunicator
+
     over_network = True
 
     def __init__(self, comm: Communicator, config: GroupConfig) -> None:
-        self.device = self.network = comm.device_communicator(device_needs(config, comm.topology))
+        self.network = comm.device_communicator(device_needs(config, comm.topology))
         super().__init__(comm, config)
-        self._held.append(self.device)
+        self._held.append(self.network)
 
     def memory(self) -> tuple[int, list[tuple[str, int, int]], int, list[tuple[str, int, int]]]:
         self.net = LLNetMap.build(self.config, self.num_ranks, self.comm.topology.team_size, self.map, self.local_map)
@@ -82,20 +85,16 @@ class LLNetGroup(Group):
         self._window.memory[self.net.messages: self.net.returned].zero_()   # a message of an epoch to come is none
         super().start_at(epoch)
 
-    def network_note(self) -> str:
-        """Internal: ranks that nothing is put to any more."""
-        return self.device.note()
-
     def close(self) -> None:
         """As `Group.close`; then the device communicator goes, too."""
         super().close()
-        self.device.close()
+        self.network.close()
 
     def _meet(self, kind: OpKind, status: int) -> None:
         kernel, plan, own = self._meeting(), self.map, self.local_map
         local, record = self.addresses()
         window = self._window.handle
-        values = (self.device.address, window, self.rank, local, record, 0, 0, 0, 0, window, plan.slots, local, local + self.net.remote,
+        values = (self.network.address, window, self.rank, local, record, 0, 0, 0, 0, window, plan.slots, local, local + self.net.remote,
                   local + own.header(self.config.num_slots), 0, self.signature(kind, 0, 0, self.config.num_topk), status, self.config.wait_ns)
         self.comm.submit(kernel, values, self.num_blocks, kind.name.lower(), (), refusing=status != Status.GO)
 

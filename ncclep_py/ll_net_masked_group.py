@@ -55,7 +55,7 @@ class LLNetMaskedGroup(LLNetGroup):
         return shape if name == "ll_copy" else LLNetMaskedShape.over(shape, self.config, self.comm.topology.team_size)
 
     def clean_values(self) -> tuple[int, ...]:
-        return (self.device.address, *super().clean_values())
+        return (self.network.address, *super().clean_values())
 
     def lost_ranks(self) -> bool:
         self._lost = super().lost_ranks()
@@ -70,4 +70,4 @@ class LLNetMaskedGroup(LLNetGroup):
         """As `Group.close`; with ranks masked out the device communicator, too, stays until the process ends."""
         Group.close(self)
         if not self._lost:
-            self.device.close()
+            self.network.close()

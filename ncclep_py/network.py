@@ -196,7 +196,7 @@ def queue_room(environment: Mapping[str, str]) -> int:
     unless a setting makes it shorter (a power of two; NCCL ignores others); GDAKI's hold 128 unless set."""
     told = [_told(environment, name) for name in ("NCCL_GIN_PROXY_QUEUE_SIZE", "NCCL_GIN_GDAKI_QP_DEPTH")]
     sizes = [size for size in told if size > 0 and size & (size - 1) == 0]
-    return min(*sizes, QUEUE_ROOM, QUEUE_ROOM)
+    return min([*sizes, QUEUE_ROOM])
 
 
 def _told(environment: Mapping[str, str], name: str) -> int:

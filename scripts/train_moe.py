@@ -7,8 +7,9 @@
     torchrun --nproc-per-node 4 scripts/train_moe.py                # one process per rank (and GPU, if there are as many)
 
 Every rank holds all of the model but the experts, of which it holds its share, and a part of the batch. The layer: a top-k router, experts (two-layer
-perceptrons) reached by `ep_dispatch` and `ep_combine`, and a shared expert every row passes. Gradients of what all ranks hold are added up over
-ranks; those of an expert come together at its rank by themselves. --check trains the same model once more in one process and compares losses.
+perceptrons) reached by `ep_dispatch` and `ep_combine`, which bring the rows of an expert together, and a shared expert every row passes. Gradients of
+what all ranks hold are added up over ranks; those of an expert come together at its rank by themselves. --check trains the same model once more in
+one process and compares losses.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Model(torch.nn.Module):
             return torch.randn(*shape, generator=g) / shape[-2] ** 0.5
 
         width, local = 2 * job.hidden, job.experts // job.ranks
-        self.job, self.local = job, local
+        self.job = job
         self.embedding = torch.nn.Parameter(weight(characters, 16))
         self.into = torch.nn.Parameter(weight(16 * CONTEXT, job.hidden))
         self.router = torch.nn.Parameter(weight(job.hidden, job.experts))
@@ -68,10 +69,16 @@ class Model(torch.nn.Module):
         """What every rank holds."""
         return [self.embedding, self.into, self.router, *self.shared, self.out]
 
-    def mixture(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Sum of this module's experts on rows ``[n, hidden]``, each times ``scale[:, expert]``; no host step, whatever was received."""
-        hidden = torch.nn.functional.silu(torch.einsum("nh,ehw->enw", x, self.experts[0]))
-        return torch.einsum("enw,ewh,ne->nh", hidden, self.experts[1], scale)
+    def grouped(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Rows ``[sum(counts), hidden]`` through their experts: the first ``counts[0]`` through this module's first one, and so on."""
+        up, down = self.experts
+        return torch.cat([torch.nn.functional.silu(part @ up[i]) @ down[i] for i, part in enumerate(rows.split(counts))])
+
+    def alone(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What dispatch, experts and combine make of rows ``[T, hidden]``, in one process."""
+        order = ids.flatten().argsort(stable=True)
+        rows = self.grouped(x[order // self.job.topk], torch.bincount(ids.flatten(), minlength=self.job.experts).tolist())
+        return torch.zeros_like(x).index_add(0, order // self.job.topk, rows * weights.flatten()[order, None])
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = torch.softmax(x @ self.router, -1).topk(self.job.topk, -1)
@@ -82,13 +89,12 @@ class Model(torch.nn.Module):
         x = torch.tanh(self.embedding[contexts].flatten(1) @ self.into)
         ids, weights = self.route(x)
         if handle is None:
-            mixed = self.mixture(x, torch.zeros(len(x), self.job.experts, device=x.device).scatter(1, ids, weights))
+            mixed = self.alone(x, ids, weights)
         else:
             handle.update(ids)
-            got = ep_dispatch(handle, x, weights)
-            local = torch.arange(self.local, device=x.device)
-            scale = ((got.topk_idx[:, :, None] == local) * got.topk_weights[:, :, None]).sum(1)   # type: ignore[index]
-            mixed = ep_combine(handle, self.mixture(got.tokens, scale))
+            counts = handle.layout_info.expert_counters.tolist()   # waits for the device: how many rows each expert here gets
+            got = ep_dispatch(handle, x, weights, num_rows=sum(counts))
+            mixed = ep_combine(handle, self.grouped(got.tokens, counts) * got.topk_weights[:, None])
         up, down = self.shared
         return (x + mixed + torch.nn.functional.silu(x @ up) @ down) @ self.out
 
@@ -118,9 +124,9 @@ def train_rank(comm: Any, job: Job, text: torch.Tensor, characters: int, tell: A
     model, losses = Model(job, characters, comm.rank).to(comm.device), []
     optimizer = torch.optim.Adam(model.parameters(), job.rate)
     config = GroupConfig(num_experts=job.experts, max_dispatch_tokens_per_rank=job.tokens, hidden=job.hidden, dtype=torch.float32, num_topk=job.topk,
-                         algorithm=Algorithm.HIGH_THROUGHPUT, max_recv_tokens_per_rank=job.ranks * job.tokens, num_slots=2)
+                         algorithm=Algorithm.HIGH_THROUGHPUT, num_slots=2)
     mine = slice(comm.rank * job.tokens, (comm.rank + 1) * job.tokens)
-    with Group.create(comm, config) as group, group.create_handle(Layout.FLAT, num_topk=job.topk) as handle:
+    with Group.create(comm, config) as group, group.create_handle(Layout.EXPERT_MAJOR, num_topk=job.topk) as handle:
         for step in range(job.steps):
             contexts, following = (t[mine].to(comm.device) for t in batch(job, text, step))
             optimizer.zero_grad()

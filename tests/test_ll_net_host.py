@@ -103,6 +103,21 @@ def test_a_wrong_call_on_one_rank_is_refused_on_all_teams_and_the_next_is_right(
     assert run(program, 2) == [("TypeError" if r == 1 else "EpRefusedError", True) for r in range(4)]
 
 
+def test_errors_name_ranks_that_the_network_reaches_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(comm: Any) -> str:
+        with Group.create(comm, CONFIG) as group, group.create_handle(Layout.EXPERT_MAJOR, num_topk=2) as handle:
+            if comm.rank == 0:
+                monkeypatch.setattr(group.network, "lost", lambda: [2, 3])
+            with pytest.raises((TypeError, EpRefusedError)) as told:
+                handle.dispatch(torch.zeros(3, 64, dtype=torch.float16 if comm.rank == 1 else torch.bfloat16),
+                                topk_idx=torch.zeros(3, 2, dtype=torch.int64))
+                group.check()
+            return str(told.value)
+
+    notes = ["; the network to rank 2, 3 stood still" in text for text in run(program, 2)]
+    assert notes == [True, False, False, False]
+
+
 def test_combine_without_a_dispatch_is_refused_on_all() -> None:
     def program(comm: Any) -> bool:
         with Group.create(comm, CONFIG) as group, group.create_handle(Layout.EXPERT_MAJOR, num_topk=2) as handle:
