@@ -51,8 +51,8 @@ def _parts(value: Any, seen: set[int]) -> list[str]:
         if id(value) in seen or (value.__module__ or "").startswith("ncclep_py."):   # ours are in the key already
             return [f"{value.__module__}.{value.__qualname__}"]
         seen.add(id(value))
-        code, file = value.__code__, pathlib.Path(value.__code__.co_filename)
-        parts = [hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "no file", *_code(code)]
+        code = value.__code__
+        parts = _source(code)
         used = {name: value.__globals__[name] for name in sorted(_names(code)) if name in value.__globals__}
         cells = {name: cell.cell_contents for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True)}
         for name, held in [*used.items(), *cells.items(), ("defaults", value.__defaults__), ("keywords", value.__kwdefaults__)]:
@@ -67,6 +67,32 @@ def _parts(value: Any, seen: set[int]) -> list[str]:
     if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)):
         return [getattr(value, "__name__", ""), str(getattr(value, "__version__", ""))]
     return [repr(value)]   # of an object without a repr of its own, its address: compiled anew, never mistaken
+
+
+def _source(code: types.CodeType) -> list[str]:
+    """What says all of a code object: the file it came from, the same for every Python; if that has changed since or is none, also the bytecode."""
+    file = pathlib.Path(code.co_filename)
+    if not file.is_file():
+        return ["no file", *_code(code)]
+    text = file.read_bytes()
+    place = [hashlib.sha256(text).hexdigest(), code.co_name, str(code.co_firstlineno)]
+    try:
+        alike = [c for c in _all(compile(text, str(file), "exec", dont_inherit=True)) if _begins(c) == _begins(code)]
+    except (SyntaxError, ValueError):
+        alike = []
+    return [*place, str(alike.index(code))] if code in alike else [*place, *_code(code)]
+
+
+def _all(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A code object and those within it, in the order of the text."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _all(constant)
+
+
+def _begins(code: types.CodeType) -> tuple[str, int]:
+    return code.co_name, code.co_firstlineno
 
 
 def _code(code: types.CodeType) -> list[str]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import linecache
 import pathlib
 import re
+import sys
+import types
 from typing import Any
 
 import numpy as np
@@ -370,6 +373,29 @@ def test_digest_sees_globals_helpers_closures_and_arguments() -> None:
     assert digest_of_factory(one) != digest_of_factory(two)
     nameless = cell("def make(shape, ops): return 1", __name__=None)   # of a scope that is no module
     assert nameless.__module__ is None and digest_of_factory(nameless) != digest_of_factory(cell("def make(shape, ops): return 2", __name__=None))
+
+
+def test_digest_of_a_file_is_of_its_text_unless_the_text_has_changed_since(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytecode differs between versions of Python, for one of which a cubin may have been made on a machine of another."""
+    def loaded() -> list[Any]:
+        monkeypatch.delitem(sys.modules, "two_lambdas", raising=False)
+        linecache.clearcache()
+        module = types.ModuleType("two_lambdas")
+        exec(compile(file.read_text(), str(file), "exec", dont_inherit=True), module.__dict__)
+        return [*module.pair, module.make]
+
+    file = tmp_path / "two_lambdas.py"
+    file.write_text("pair = [lambda s, o: s + 1, lambda s, o: s + 2]\n\n\ndef make(shape, ops):\n    return [x for x in shape]\n")
+    was = loaded()
+    with monkeypatch.context() as no_bytecode:
+        no_bytecode.setattr("ncclep_py.own_kernels._code", lambda code: pytest.fail("bytecode was taken"))
+        digests = [digest_of_factory(f) for f in was]
+        assert len(set(digests)) == 3 and digests == [digest_of_factory(f) for f in loaded()]
+    file.write_text(file.read_text().replace("s + 2", "s + 3"))
+    stale, fresh = ([digest_of_factory(f) for f in made] for made in (was, loaded()))
+    assert not set(fresh) & set(digests) and stale[1] not in {*fresh, *digests}, "what was loaded before is not taken for the text that is there now"
+    file.write_text("def no(")
+    assert digest_of_factory(was[2]) not in {*fresh, *digests, *stale}
 
 
 def test_a_replaced_kernel_of_another_name_compiles() -> None:
