@@ -10,7 +10,7 @@ from collections import deque
 
 import numpy as np
 
-__all__ = ["Agent", "Ledger", "Site"]
+__all__ = ["Agent", "Ledger", "Site", "widened"]
 
 Clock = np.ndarray
 """int32 ``[slots]``: for every slot, the last of its times that is known to have happened before."""
@@ -21,6 +21,13 @@ Site = tuple[str, str, int, str]
 HOST = -1
 """Block index of the host's slot of a rank."""
 KEPT_RELEASES = 2000
+
+
+def widened(clock: Clock, capacity: int) -> Clock:
+    """A copy of a clock with room for `capacity` slots; it knows nothing of the new ones."""
+    wide = np.zeros(capacity, np.int32)
+    wide[: len(clock)] = clock
+    return wide
 
 
 class Ledger:

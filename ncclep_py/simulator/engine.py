@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ncclep_py.kernels.ops import Vocabulary
 from ncclep_py.signature import OpKind, Signature
-from ncclep_py.simulator.clock import HOST, Ledger
+from ncclep_py.simulator.clock import HOST, Ledger, widened
 from ncclep_py.simulator.errors import OutOfBoundsError, SimulationError
 from ncclep_py.simulator.faults import Faults
 from ncclep_py.simulator.memory import LOCAL, WINDOW, Memory, Region
@@ -207,4 +205,4 @@ class Simulator:
         self.ledger.capacity = len(self.ledger.slots)
         self.memory.grow(self.ledger.capacity)
         for stream in self.streams:
-            stream.clock = np.pad(stream.clock, (0, more))
+            stream.clock = widened(stream.clock, self.ledger.capacity)

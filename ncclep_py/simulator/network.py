@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ncclep_py.simulator.clock import Agent, Clock
+from ncclep_py.simulator.clock import Agent, Clock, widened
 from ncclep_py.simulator.errors import OutOfBoundsError, RaceError
 from ncclep_py.simulator.policy import NEVER
 from ncclep_py.simulator.task import Task
@@ -132,7 +132,7 @@ class Network:
             sim.ledger.capacity = len(sim.ledger.slots)
             sim.memory.grow(sim.ledger.capacity)
             for stream in sim.streams:
-                stream.clock = np.pad(stream.clock, (0, more))
+                stream.clock = widened(stream.clock, sim.ledger.capacity)
 
     # ---- operations ----------------------------------------------------------------------------------------------------------
     def put(self, task: Task, window: int, peer: int, context: int, target_at: int, source_at: int, size: int,
@@ -197,7 +197,7 @@ class Network:
     @staticmethod
     def _join(task: Task, found: Signal | None) -> None:
         if found is not None and found.clock is not None:
-            task.agent.join(np.pad(found.clock, (0, len(task.agent.clock) - len(found.clock))))
+            task.agent.join(widened(found.clock, len(task.agent.clock)))
 
     def forgive(self, rank: int) -> None:
         """What puts to `rank` read and wrote so far is over: its peers go on without it, and it learns that it may have got anything."""
@@ -263,7 +263,7 @@ class Network:
     def _agent(self, item: Item) -> Agent:
         """Who reads and writes for an item."""
         wire, ledger = item.wire, self.sim.ledger
-        agent = Agent(ledger, wire.slot, wire.source, np.pad(item.clock, (0, ledger.capacity - len(item.clock))))
+        agent = Agent(ledger, wire.slot, wire.source, widened(item.clock, ledger.capacity))
         agent.time = item.time
         agent.clock[wire.slot] = item.time
         return agent
@@ -321,14 +321,14 @@ class Network:
 
     def _add(self, wire: Wire, item: Item) -> None:
         signal = self.signals.setdefault((wire.target, wire.context, item.signal), Signal())
-        clock = np.pad(item.clock, (0, self.sim.ledger.capacity - len(item.clock)))
+        clock = widened(item.clock, self.sim.ledger.capacity)
         clock[wire.slot] = item.time
         self._count(signal, item.amount, clock)
 
     @staticmethod
     def _count(signal: Signal, amount: int, clock: Clock) -> None:
         signal.value += amount
-        signal.clock = clock if signal.clock is None else np.maximum(clock, np.pad(signal.clock, (0, len(clock) - len(signal.clock))))
+        signal.clock = clock if signal.clock is None else np.maximum(clock, widened(signal.clock, len(clock)))
 
     def _name(self, rank: int, address: int) -> str:
         for regions in self.sim.windows.values():

@@ -52,14 +52,15 @@ def vocabulary(sim: Simulator, overrides: Mapping[str, Sequence[str]], waits: bo
     unknown = sorted(overrides.keys() - everything.keys())
     if unknown:
         raise ValueError(f"effects for unknown operations: {unknown}")
-    return Vocabulary({name: _operation(sim, name, overrides.get(name, op.effects), waits) for name, op in everything.items()})
+    found = {name: function for module in MODULES[::-1] for name, function in vars(module).items()}
+    return Vocabulary({name: _operation(sim, name, overrides.get(name, op.effects), found.get(name) or globals()[f"_{name}"], waits)
+                       for name, op in everything.items()})
 
 
-def _operation(sim: Simulator, name: str, effects: Sequence[str], waits: bool) -> Callable[..., int]:
+def _operation(sim: Simulator, name: str, effects: Sequence[str], implementation: Implementation, waits: bool) -> Callable[..., int]:
     """The function a kernel calls."""
     op = OPS.get(name) or NET_OPS[name]
     call = Call(sim, name, effects, op.scope, op.scope == "block" and "bar.sync" in op.effects, waits)
-    implementation: Implementation = next((getattr(m, name) for m in MODULES if hasattr(m, name)), None) or globals()["_" + name]
     arity = len(op.parameters)
 
     def operation(*args: int) -> int:

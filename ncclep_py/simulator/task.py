@@ -101,7 +101,7 @@ class Block:
         self.launch, self.index = launch, index
         self.warps: list[Task] = []
         self.ended = 0
-        self.calls: list[tuple[str, tuple[int, ...], str]] = []
+        self.calls: list[tuple[str, tuple[int, ...], int, int]] = []
         self.arrived: list[Task] = []
         self.code = 0
         self.values: dict[str, Any] = {}
@@ -116,15 +116,16 @@ class Block:
 
     def check_call(self, task: Task, op: str, args: tuple[int, ...]) -> None:
         """All warps make the same block-scope calls in the same order."""
-        me = task.agent.ledger.describe(task.agent.slot, task.agent.time)
+        agent = task.agent
         if task.calls == len(self.calls):
-            self.calls.append((op, args, me))
+            self.calls.append((op, args, agent.slot, agent.time))
         else:
-            other_op, other_args, other = self.calls[task.calls]
-            if other_op != op:
-                raise UniformityError(f"warp {task.warp} of rank {task.rank} block {self.index} calls {op} where {other} calls {other_op}")
-            if other_args != args:
-                raise UniformityError(f"{me} calls {op}{args}, but {other} calls it with {other_args}")
+            other_op, other_args, *who = self.calls[task.calls]
+            if (other_op, other_args) != (op, args):
+                other = agent.ledger.describe(*who)
+                if other_op != op:
+                    raise UniformityError(f"warp {task.warp} of rank {task.rank} block {self.index} calls {op} where {other} calls {other_op}")
+                raise UniformityError(f"{agent.ledger.describe(agent.slot, agent.time)} calls {op}{args}, but {other} calls it with {other_args}")
         task.calls += 1
 
     def check_end(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ncclep_py.simulator.clock import Agent, Clock
+from ncclep_py.simulator.clock import Agent, Clock, widened
 from ncclep_py.simulator.errors import OutOfBoundsError, RaceError
 from ncclep_py.simulator.memory import WINDOW, Memory, Part, Region
 
@@ -62,7 +62,7 @@ class Word:
             for name in ("carried_gpu", "carried_sys"):
                 clock = getattr(store, name)
                 if clock is not None and len(clock) < capacity:
-                    setattr(store, name, np.pad(clock, (0, capacity - len(clock))))
+                    setattr(store, name, widened(clock, capacity))
 
     def peek(self, agent: Agent) -> Store:
         """The store a load of this task would read now."""
