@@ -588,7 +588,7 @@ def test_rule_is_needed(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNSEEN_RULES)
 def test_rule_that_nothing_shows(name: str) -> None:
-    assert with_rule(name, seeds=24) is None
+    assert with_rule(name, seeds=16) is None
 
 
 # ---- mutants of mask_clean -------------------------------------------------------------------------------------------------------
@@ -644,7 +644,7 @@ def test_clean_mutant_is_red(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNSEEN_IN_CLEAN)
 def test_clean_mutant_that_nothing_shows(name: str) -> None:
-    assert of_clean(name, seeds=25) is None
+    assert of_clean(name, seeds=10) is None
 
 
 # ---- what synchronises -----------------------------------------------------------------------------------------------------------
@@ -686,4 +686,4 @@ def test_effect_mutant_is_red(name: str) -> None:
 
 @pytest.mark.parametrize("name", SURVIVORS)
 def test_surviving_effect_mutant(name: str) -> None:
-    assert with_effect(name, seeds=24) is None
+    assert with_effect(name, seeds=8) is None
