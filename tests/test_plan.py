@@ -51,7 +51,7 @@ def test_masks_over_teams_are_in_the_plan(team):
 
     def program(comm):
         with Group.create(comm, made.config) as group:
-            return group.window.memory.numel(), group._local.numel(), group.device.needs == made.needs
+            return group.window.memory.numel(), group._local.numel(), group.network.needs == made.needs
 
     with LocalWorld(ranks, "sim", team_size=team) as world:
         assert world.run(program) == [(made.window_bytes, made.local_bytes, True)] * ranks
