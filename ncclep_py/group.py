@@ -451,6 +451,7 @@ def _tag(epoch: int) -> int:
 
 
 _left: list[Any] = []
+"""What groups that ended alone held: never freed."""
 
 
 def _warn_open(held: list[Any], on_gpu: bool) -> None:
