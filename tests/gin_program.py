@@ -40,6 +40,7 @@ from ncclep_py import (  # noqa: E402
     EpTimeoutError,
     Group,
     GroupConfig,
+    HandleConfig,
     Layout,
     LayoutInfo,
     LocalWorld,
@@ -62,8 +63,9 @@ DROPPING = GroupConfig(num_experts=32, max_dispatch_tokens_per_rank=80, hidden=5
 IN_FLIGHT = dataclasses.replace(LOW, num_slots=2, num_staging_slots=4)
 """Two micro-batches in flight."""
 MASKED = dataclasses.replace(LOW, enable_mask=True, timeout_ns=MASK_SECONDS * 10**9)
-BUDGETED = dataclasses.replace(HIGH, max_recv_tokens_per_rank=8 * 80)
-"""What can be captured: as many rows as there may be."""
+BUDGETED = {Layout.FLAT: dataclasses.replace(HIGH, max_recv_tokens_per_rank=8 * 80),
+            Layout.EXPERT_MAJOR: dataclasses.replace(HIGH, max_recv_tokens_per_rank=8 * 80 * 4 + 4 * 16)}
+"""What can be captured: as many rows as there may be, with what zones of four local experts may be padded by."""
 WIRES = [Wire(512, 128), Wire(512, 16, True)]
 """QUANT_FWD rows of 512 bytes with 128 of scales, and DS_FP8."""
 
@@ -409,15 +411,32 @@ def high_cases(ranks: int, team: int, layout: Layout, config: GroupConfig) -> tu
 
 
 # ---- graphs --------------------------------------------------------------------------------------------------------------
+def replayed(config: GroupConfig, layout: Layout, team: int, ids: list[torch.Tensor], tokens: list[torch.Tensor],
+             weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What the captured pair gives on all ranks, by the oracle."""
+    if config.algorithm is Algorithm.HIGH_THROUGHPUT:
+        case = Case(config, layout, [len(i) for i in ids], ids=ids, alignment=0 if layout is Layout.FLAT else 16)
+        flat = layout is Layout.FLAT
+        sent = (ref.ht_flat_dispatch if flat else ref.ht_expert_major_dispatch)(case.plan, tokens)
+        combine = ref.ht_flat_combine if flat else ref.ht_expert_major_combine
+        return [c.tokens for c in combine(case.plan, [r.tokens for r in sent], team_size=team)]
+    sizes: Any = {"num_experts": config.num_experts, "max_dispatch_tokens_per_rank": config.max_dispatch_tokens_per_rank}
+    if layout is Layout.EXPERT_MAJOR:
+        return [ref.moe_layer(x, i, w, [lambda rows: rows * 2] * config.num_experts) for x, i, w in zip(tokens, ids, weights, strict=True)]
+    sent = ref.ll_rank_major_dispatch(tokens, ids, weights, **sizes)
+    return ref.ll_rank_major_combine([r.tokens * 2 for r in sent], [r.rows for r in sent])
+
+
 def replays(comm: Any, config: GroupConfig, layout: Layout, ranks: int, team: int, steps: int = 6) -> None:
-    """A captured pair replayed with new routing, tokens and weights; experts double their rows, so that no sum depends on teams but HT's."""
+    """A captured pair replayed with new routing, tokens and weights; LL's experts double their rows, so that no sum depends on teams but HT's."""
     rank, device, most = comm.rank, comm.device, config.max_dispatch_tokens_per_rank
     x = torch.zeros(most, config.hidden, dtype=torch.bfloat16, device=device)
     ids = torch.zeros(most, config.num_topk, dtype=torch.int64, device=device)
     weights = torch.zeros(most, config.num_topk, device=device)
-    high_throughput = config.algorithm is Algorithm.HIGH_THROUGHPUT
+    aligned = HandleConfig(dispatch_output_per_expert_alignment=16 if layout is Layout.EXPERT_MAJOR else 0)
     with Group.create(comm, config) as group:
-        handle = group.create_handle(layout, num_topk=config.num_topk)
+        high_throughput = config.algorithm is Algorithm.HIGH_THROUGHPUT
+        handle = group.create_handle(layout, num_topk=config.num_topk, config=aligned if high_throughput else None)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="relaxed"):
             if high_throughput:
@@ -425,23 +444,17 @@ def replays(comm: Any, config: GroupConfig, layout: Layout, ranks: int, team: in
                 got = handle.dispatch(x, topk_weights=weights)
                 out = handle.combine(got.tokens)
             else:
-                got = handle.dispatch(x, topk_idx=ids)
+                got = handle.dispatch(DispatchInputs(x, weights if layout is Layout.RANK_MAJOR else None), topk_idx=ids)
                 got.tokens.mul_(2)
                 out = handle.combine(got.tokens, topk_weights=weights)
         for step in range(steps):
-            everybody = [random_routing(r, most, config.num_topk, config.num_experts, seed=step, dropped=step / 10) for r in range(ranks)]
+            everybody = [random_routing(r, most, config.num_topk, config.num_experts, seed=step, dropped=step % 7 / 10) for r in range(ranks)]
             tokens = [stamped_tokens(r, most, config.hidden, torch.bfloat16, seed=step) for r in range(ranks)]
-            new = weights_like(everybody[rank], seed=step)
-            ids.copy_(everybody[rank]), x.copy_(tokens[rank]), weights.copy_(new.nan_to_num(0))
+            new = [weights_like(i, seed=step).nan_to_num(0) for i in everybody]
+            ids.copy_(everybody[rank]), x.copy_(tokens[rank]), weights.copy_(new[rank])
             comm.together(graph.replay)
             settle(comm, group)
-            if high_throughput:
-                plan = ref.ht_flat_map(everybody, num_experts=config.num_experts, max_recv_tokens_per_rank=None)
-                rows = [r.tokens for r in ref.ht_flat_dispatch(plan, tokens)]
-                want = ref.ht_flat_combine(plan, rows, team_size=team)[rank].tokens
-            else:
-                want = ref.moe_layer(tokens[rank], everybody[rank], new, [lambda rows: rows * 2] * config.num_experts)
-            equal(out, want, f"rank {rank}, replay {step}")
+            equal(out, replayed(config, layout, team, everybody, tokens, new)[rank], f"rank {rank}, replay {step}")
 
 
 # ---- faults --------------------------------------------------------------------------------------------------------------
@@ -481,15 +494,17 @@ def lost(comm: Any, config: GroupConfig, layout: Layout, ranks: int) -> None:
 # ---- scenarios -----------------------------------------------------------------------------------------------------------
 LL_LAYOUTS = {"expert_major": Layout.EXPERT_MAJOR, "rank_major": Layout.RANK_MAJOR}
 HT_LAYOUTS = {"flat": Layout.FLAT, "expert_major": Layout.EXPERT_MAJOR}
-SCENARIOS = (*(f"ll_{name}" for name in LL_LAYOUTS), "ll_recipes", "ll_staged", "ll_windows", "ll_masked", "ll_graph", "ll_lost", "ll_masked_lost",
-             *(f"ht_{name}" for name in HT_LAYOUTS), *(f"ht_{name}_drop" for name in HT_LAYOUTS), "ht_graph", "ht_lost", "own")
-GPU_ONLY = ("ll_graph", "ht_graph", "ll_lost", "ht_lost", "ll_masked_lost")
+SCENARIOS = (*(f"ll_{name}" for name in LL_LAYOUTS), "ll_recipes", "ll_staged", "ll_windows", "ll_masked", "ll_lost", "ll_masked_lost",
+             *(f"ll_{name}_graph" for name in LL_LAYOUTS), *(f"ht_{name}" for name in HT_LAYOUTS), *(f"ht_{name}_drop" for name in HT_LAYOUTS),
+             *(f"ht_{name}_graph" for name in HT_LAYOUTS), "ht_lost", "own")
+GRAPHS = tuple(name for name in SCENARIOS if name.endswith("_graph"))
+GPU_ONLY = (*GRAPHS, "ll_lost", "ht_lost", "ll_masked_lost")
 MISSING = 3
 """The rank that does not come."""
 
 
-def program_of(scenario: str, ranks: int, team: int) -> Callable[[Any], None]:
-    """The rank program of a scenario; oracles are made once."""
+def program_of(scenario: str, ranks: int, team: int, rounds: int = 1) -> Callable[[Any], None]:
+    """The rank program of a scenario, the cases of plain rows `rounds` times over; oracles are made once."""
     algorithm, _, rest = scenario.partition("_")
     one_layout = Layout.EXPERT_MAJOR if algorithm == "ll" else Layout.FLAT
     if scenario == "ll_recipes":
@@ -511,16 +526,17 @@ def program_of(scenario: str, ranks: int, team: int) -> Callable[[Any], None]:
         return lambda comm: low_cut(comm, ranks, team, int(os.environ["LOOPBACK_LOSE_RANK"]))
     if scenario == "own":
         return lambda comm: own(comm, LOW, settle, equal)
-    if rest == "graph":
-        return lambda comm: replays(comm, LOW if algorithm == "ll" else BUDGETED, one_layout, ranks, team)
+    if scenario in GRAPHS:
+        captured = (LL_LAYOUTS if algorithm == "ll" else HT_LAYOUTS)[rest.removesuffix("_graph")]
+        return lambda comm: replays(comm, LOW if algorithm == "ll" else BUDGETED[captured], captured, ranks, team, 6 * rounds)
     if rest == "lost":
         return lambda comm: lost(comm, LOW if algorithm == "ll" else HIGH, one_layout, ranks)
     if algorithm == "ll":
         cases = [Low(ranks, LL_LAYOUTS[rest], seed) for seed in range(3)]
-        return lambda comm: low(comm, LL_LAYOUTS[rest], cases)
+        return lambda comm: low(comm, LL_LAYOUTS[rest], cases * rounds)
     layout = HT_LAYOUTS[rest.removesuffix("_drop")]
     steps, combined = high_cases(ranks, team, layout, DROPPING if rest.endswith("_drop") else HIGH)
-    return lambda comm: high(comm, steps, combined)
+    return lambda comm: high(comm, steps * rounds, combined * rounds)
 
 
 def open_plugin() -> ctypes.CDLL | None:
@@ -542,7 +558,7 @@ def run(options: argparse.Namespace) -> int:
     """Run a scenario and say that all was equal."""
     ranks = int(os.environ["WORLD_SIZE"]) if options.processes else options.ranks
     topology = Topology(ranks, ranks // options.teams)
-    program, plugin = program_of(options.scenario, ranks, topology.team_size), open_plugin()
+    program, plugin = program_of(options.scenario, ranks, topology.team_size, options.rounds), open_plugin()
     if options.processes:
         with Communicator.from_environment() as comm:
             told = [comm.topology]
@@ -574,7 +590,7 @@ def prepare(options: argparse.Namespace) -> int:
         jobs += [(MASKED, layout, wires) for layout in LL_LAYOUTS.values() for wires in ([], WIRES)]
         jobs += [(IN_FLIGHT, layout, []) for layout in LL_LAYOUTS.values()]
         jobs += [(config, layout, []) for config in (HIGH, DROPPING) for layout in HT_LAYOUTS.values()]
-        jobs += [(BUDGETED, Layout.FLAT, [])]
+        jobs += [(config, layout, []) for layout, config in BUDGETED.items()]
         for config, layout, wires in jobs:   # one at a time: what is not built for several teams must not keep the rest away
             what = f"{topology.num_ranks} ranks in {topology.num_teams} teams, {config.algorithm.name} {layout.name}{' with recipes' * bool(wires)}"
             what += " in flight" * bool(config.num_staging_slots) + " with masks" * config.enable_mask
@@ -596,6 +612,7 @@ def main() -> int:
     one.add_argument("scenario", choices=SCENARIOS)
     one.add_argument("--ranks", type=int, default=8)
     one.add_argument("--teams", type=int, default=2)
+    one.add_argument("--rounds", type=int, default=1)
     one.add_argument("--backend", choices=("nccl", "sim"), default="nccl")
     one.add_argument("--processes", action="store_true")
     all_of_it = commands.add_parser("prepare")

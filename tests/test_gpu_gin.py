@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from gin_program import GPU_ONLY, SCENARIOS
+from gin_program import GPU_ONLY, GRAPHS, SCENARIOS
 from loopback_rma import build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -102,13 +102,14 @@ def test_delayed_and_reordered(plugin: str, scenario: str, seed: int, teams: int
 
 
 @pytest.mark.parametrize("teams", [1, 2, 4, 8])
-@pytest.mark.parametrize("scenario", ["ll_graph", "ht_graph"])
+@pytest.mark.parametrize("scenario", GRAPHS)
 def test_graphs(plugin: str, scenario: str, teams: int) -> None:
     run(plugin, scenario, teams)
 
 
-def test_graphs_reordered(plugin: str) -> None:
-    run(plugin, "ll_graph", 2, LOOPBACK_DELAY_US="300", LOOPBACK_REORDER="1", LOOPBACK_SEED="4", seconds=2 * SECONDS)
+@pytest.mark.parametrize("scenario", GRAPHS)
+def test_graphs_reordered(plugin: str, scenario: str) -> None:
+    run(plugin, scenario, 2, LOOPBACK_DELAY_US="300", LOOPBACK_REORDER="1", LOOPBACK_SEED="4", seconds=2 * SECONDS)
 
 
 @pytest.mark.parametrize("after", [0, 200, 2000])
@@ -150,7 +151,14 @@ def test_a_rank_whose_queues_do_not_move_is_masked(plugin: str, teams: int) -> N
     assert output.count("goes on without [1") >= RANKS // teams - 1 + (RANKS - 1) * (teams == RANKS) and moved(output)["lost"] > 0, output[-3000:]
 
 
-@pytest.mark.parametrize("scenario", ["ll_expert_major", "ht_flat"])
+@pytest.mark.parametrize("scenario", ["ll_expert_major", "ll_rank_major", "ht_flat", "ht_expert_major"])
+def test_many_rounds(plugin: str, scenario: str) -> None:
+    """The same cases again and again, with puts out of order: counts of signals and of requests go on from round to round."""
+    output = run(plugin, scenario, 4, "--rounds", "40", LOOPBACK_DELAY_US="50", LOOPBACK_REORDER="1", LOOPBACK_SEED="11", seconds=2 * SECONDS)
+    assert moved(output)["passed"] > 100
+
+
+@pytest.mark.parametrize("scenario", [*CASES, *GRAPHS])
 def test_a_process_per_rank(plugin: str, scenario: str) -> None:
     """Four processes in two teams; needs MPS. Puts between processes go through the plugin's rings in shared memory."""
     output = run(plugin, scenario, 2, processes=4)
