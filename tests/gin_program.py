@@ -560,7 +560,7 @@ def run(options: argparse.Namespace) -> int:
     topology = Topology(ranks, ranks // options.teams)
     program, plugin = program_of(options.scenario, ranks, topology.team_size, options.rounds), open_plugin()
     if options.processes:
-        with Communicator.from_environment() as comm:
+        with Communicator.from_environment() as comm, torch.cuda.stream(torch.cuda.Stream()):   # what is captured has a stream of its own
             told = [comm.topology]
             program(comm)
             who = f"rank {comm.rank}: "
