@@ -413,7 +413,7 @@ def high_cases(ranks: int, team: int, layout: Layout, config: GroupConfig) -> tu
 # ---- graphs --------------------------------------------------------------------------------------------------------------
 def replayed(config: GroupConfig, layout: Layout, team: int, ids: list[torch.Tensor], tokens: list[torch.Tensor],
              weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What the captured pair gives on all ranks, by the oracle."""
+    """What `pair` gives on all ranks, by the oracle."""
     if config.algorithm is Algorithm.HIGH_THROUGHPUT:
         case = Case(config, layout, [len(i) for i in ids], ids=ids, alignment=0 if layout is Layout.FLAT else 16)
         flat = layout is Layout.FLAT
@@ -427,34 +427,48 @@ def replayed(config: GroupConfig, layout: Layout, team: int, ids: list[torch.Ten
     return ref.ll_rank_major_combine([r.tokens * 2 for r in sent], [r.rows for r in sent])
 
 
+def pair_handle(group: Group, layout: Layout) -> Any:
+    """A handle for `pair`."""
+    aligned = HandleConfig(dispatch_output_per_expert_alignment=16 if layout is Layout.EXPERT_MAJOR else 0)
+    high_throughput = group.config.algorithm is Algorithm.HIGH_THROUGHPUT
+    return group.create_handle(layout, num_topk=group.config.num_topk, config=aligned if high_throughput else None)
+
+
+def pair(handle: Any, high_throughput: bool, layout: Layout, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Dispatch and combine, nothing waited for; LL's experts double their rows, so that no sum depends on teams but HT's."""
+    if high_throughput:
+        handle.update(ids)
+        return handle.combine(handle.dispatch(x, topk_weights=weights).tokens)
+    got = handle.dispatch(DispatchInputs(x, weights if layout is Layout.RANK_MAJOR else None), topk_idx=ids)
+    got.tokens.mul_(2)
+    return handle.combine(got.tokens, topk_weights=weights)
+
+
+def pair_inputs(config: GroupConfig, ranks: int, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Ids, tokens and weights of all ranks."""
+    most = config.max_dispatch_tokens_per_rank
+    ids = [random_routing(r, most, config.num_topk, config.num_experts, seed=step, dropped=step % 7 / 10) for r in range(ranks)]
+    tokens = [stamped_tokens(r, most, config.hidden, torch.bfloat16, seed=step) for r in range(ranks)]
+    return ids, tokens, [weights_like(i, seed=step).nan_to_num(0) for i in ids]
+
+
 def replays(comm: Any, config: GroupConfig, layout: Layout, ranks: int, team: int, steps: int = 6) -> None:
-    """A captured pair replayed with new routing, tokens and weights; LL's experts double their rows, so that no sum depends on teams but HT's."""
+    """A captured pair replayed with new routing, tokens and weights."""
     rank, device, most = comm.rank, comm.device, config.max_dispatch_tokens_per_rank
     x = torch.zeros(most, config.hidden, dtype=torch.bfloat16, device=device)
     ids = torch.zeros(most, config.num_topk, dtype=torch.int64, device=device)
     weights = torch.zeros(most, config.num_topk, device=device)
-    aligned = HandleConfig(dispatch_output_per_expert_alignment=16 if layout is Layout.EXPERT_MAJOR else 0)
     with Group.create(comm, config) as group:
-        high_throughput = config.algorithm is Algorithm.HIGH_THROUGHPUT
-        handle = group.create_handle(layout, num_topk=config.num_topk, config=aligned if high_throughput else None)
-        graph = torch.cuda.CUDAGraph()
+        handle, graph = pair_handle(group, layout), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="relaxed"):
-            if high_throughput:
-                handle.update(ids)
-                got = handle.dispatch(x, topk_weights=weights)
-                out = handle.combine(got.tokens)
-            else:
-                got = handle.dispatch(DispatchInputs(x, weights if layout is Layout.RANK_MAJOR else None), topk_idx=ids)
-                got.tokens.mul_(2)
-                out = handle.combine(got.tokens, topk_weights=weights)
+            out = pair(handle, config.algorithm is Algorithm.HIGH_THROUGHPUT, layout, x, ids, weights)
         for step in range(steps):
-            everybody = [random_routing(r, most, config.num_topk, config.num_experts, seed=step, dropped=step % 7 / 10) for r in range(ranks)]
-            tokens = [stamped_tokens(r, most, config.hidden, torch.bfloat16, seed=step) for r in range(ranks)]
-            new = [weights_like(i, seed=step).nan_to_num(0) for i in everybody]
-            ids.copy_(everybody[rank]), x.copy_(tokens[rank]), weights.copy_(new[rank])
+            given = pair_inputs(config, ranks, step)
+            for into, of_ranks in zip((ids, x, weights), given, strict=True):
+                into.copy_(of_ranks[rank])
             comm.together(graph.replay)
             settle(comm, group)
-            equal(out, replayed(config, layout, team, everybody, tokens, new)[rank], f"rank {rank}, replay {step}")
+            equal(out, replayed(config, layout, team, *given)[rank], f"rank {rank}, replay {step}")
 
 
 # ---- faults --------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import gin_program
 import pytest
 import torch
 
-from ncclep_py import LocalWorld
+from ncclep_py import Algorithm, Group, LocalWorld
 from ncclep_py.simulator import Faults
 from ncclep_py.simulator.network import Network
 from ncclep_py.topology import Topology
@@ -24,6 +24,30 @@ def test_two_teams(scenario):
     with LocalWorld(4, "sim", team_size=2) as world:
         assert world.communicators[0].topology == Topology(4, 2)
         world.run(gin_program.program_of(scenario, 4, 2))
+
+
+@pytest.mark.parametrize("scenario", ["ll_expert_major", "ht_expert_major"])
+def test_the_cases_again(scenario):
+    with LocalWorld(4, "sim", team_size=2) as world:
+        world.run(gin_program.program_of(scenario, 4, 2, rounds=3))
+
+
+@pytest.mark.parametrize("config, layout", [*((gin_program.LOW, layout) for layout in gin_program.LL_LAYOUTS.values()),
+                                            *((config, layout) for layout, config in gin_program.BUDGETED.items())])
+def test_what_graphs_are_compared_with(config, layout):
+    """A pair that is not captured gives what a captured one must."""
+    given, high_throughput = gin_program.pair_inputs(config, 4, 3), config.algorithm is Algorithm.HIGH_THROUGHPUT
+    want = gin_program.replayed(config, layout, 2, *given)
+
+    def program(comm):
+        with Group.create(comm, config) as group:
+            ids, tokens, weights = (of_ranks[comm.rank] for of_ranks in given)
+            out = gin_program.pair(gin_program.pair_handle(group, layout), high_throughput, layout, tokens, ids, weights)
+            gin_program.equal(out, want[comm.rank], f"rank {comm.rank}")
+            return int(out.abs().sum() > 0)
+
+    with LocalWorld(4, "sim", team_size=2) as world:
+        assert world.run(program) == [1] * 4
 
 
 @pytest.mark.parametrize("team", [1, 2, 4])
