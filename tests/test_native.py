@@ -103,7 +103,7 @@ def test_high_throughput(machine, tokens, team, more, layout):
 def user_windows(machine: Machine, layout: Layout, tokens: Sequence[int], team: int, seed: int = 0) -> None:
     p = test_ll_net_zero_copy.program(seed, layout, len(tokens), team, tokens)
     p.play("D0 D1 X0 C0 D0 X1 C1")
-    machine.run(p.sim, team, LL[layout], [p.shape] * len(tokens), seed)
+    machine.run(p.sim, team, LL[layout], [p.shape] * len(tokens), seed, limit=2_000_000)   # what is broken may wait for ever
     p.check()
 
 
