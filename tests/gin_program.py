@@ -419,12 +419,17 @@ def replayed(config: GroupConfig, layout: Layout, team: int, ids: list[torch.Ten
         flat = layout is Layout.FLAT
         sent = (ref.ht_flat_dispatch if flat else ref.ht_expert_major_dispatch)(case.plan, tokens)
         combine = ref.ht_flat_combine if flat else ref.ht_expert_major_combine
-        return [c.tokens for c in combine(case.plan, [r.tokens for r in sent], team_size=team)]
+        return [c.tokens for c in combine(case.plan, [r.tokens * factor(rank) for rank, r in enumerate(sent)], team_size=team)]
     sizes: Any = {"num_experts": config.num_experts, "max_dispatch_tokens_per_rank": config.max_dispatch_tokens_per_rank}
     if layout is Layout.EXPERT_MAJOR:
         return [ref.moe_layer(x, i, w, [lambda rows: rows * 2] * config.num_experts) for x, i, w in zip(tokens, ids, weights, strict=True)]
     sent = ref.ll_rank_major_dispatch(tokens, ids, weights, **sizes)
     return ref.ll_rank_major_combine([r.tokens * 2 for r in sent], [r.rows for r in sent])
+
+
+def factor(rank: int) -> float:
+    """What HT's experts of a rank multiply rows by: no two ranks the same, so that what is rounded in a team shows."""
+    return 1.3 + 0.37 * rank
 
 
 def pair_handle(group: Group, layout: Layout) -> Any:
@@ -434,11 +439,11 @@ def pair_handle(group: Group, layout: Layout) -> Any:
     return group.create_handle(layout, num_topk=group.config.num_topk, config=aligned if high_throughput else None)
 
 
-def pair(handle: Any, high_throughput: bool, layout: Layout, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Dispatch and combine, nothing waited for; LL's experts double their rows, so that no sum depends on teams but HT's."""
-    if high_throughput:
+def pair(group: Group, handle: Any, layout: Layout, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Dispatch, experts and combine, nothing waited for; LL's experts double their rows, as the sums of one team are those of several."""
+    if group.config.algorithm is Algorithm.HIGH_THROUGHPUT:
         handle.update(ids)
-        return handle.combine(handle.dispatch(x, topk_weights=weights).tokens)
+        return handle.combine(handle.dispatch(x, topk_weights=weights).tokens.mul_(factor(group.rank)))
     got = handle.dispatch(DispatchInputs(x, weights if layout is Layout.RANK_MAJOR else None), topk_idx=ids)
     got.tokens.mul_(2)
     return handle.combine(got.tokens, topk_weights=weights)
@@ -461,7 +466,7 @@ def replays(comm: Any, config: GroupConfig, layout: Layout, ranks: int, team: in
     with Group.create(comm, config) as group:
         handle, graph = pair_handle(group, layout), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="relaxed"):
-            out = pair(handle, config.algorithm is Algorithm.HIGH_THROUGHPUT, layout, x, ids, weights)
+            out = pair(group, handle, layout, x, ids, weights)
         for step in range(steps):
             given = pair_inputs(config, ranks, step)
             for into, of_ranks in zip((ids, x, weights), given, strict=True):

@@ -4,7 +4,7 @@ import gin_program
 import pytest
 import torch
 
-from ncclep_py import Algorithm, Group, LocalWorld
+from ncclep_py import Group, LocalWorld
 from ncclep_py.simulator import Faults
 from ncclep_py.simulator.network import Network
 from ncclep_py.topology import Topology
@@ -26,23 +26,27 @@ def test_two_teams(scenario):
         world.run(gin_program.program_of(scenario, 4, 2))
 
 
-@pytest.mark.parametrize("scenario", ["ll_expert_major", "ht_expert_major"])
-def test_the_cases_again(scenario):
+@pytest.mark.parametrize("scenario, operations", [("ll_expert_major", 2), ("ht_expert_major", 4)])
+def test_the_cases_again(monkeypatch, scenario, operations):
+    """Three cases three times on each of four ranks, every operation waited for."""
+    settle, waited = gin_program.settle, []
+    monkeypatch.setattr(gin_program, "settle", lambda *given: (waited.append(1), settle(*given)))
     with LocalWorld(4, "sim", team_size=2) as world:
         world.run(gin_program.program_of(scenario, 4, 2, rounds=3))
+    assert len(waited) == 3 * 3 * operations * 4
 
 
 @pytest.mark.parametrize("config, layout", [*((gin_program.LOW, layout) for layout in gin_program.LL_LAYOUTS.values()),
                                             *((config, layout) for layout, config in gin_program.BUDGETED.items())])
 def test_what_graphs_are_compared_with(config, layout):
     """A pair that is not captured gives what a captured one must."""
-    given, high_throughput = gin_program.pair_inputs(config, 4, 3), config.algorithm is Algorithm.HIGH_THROUGHPUT
+    given = gin_program.pair_inputs(config, 4, 3)
     want = gin_program.replayed(config, layout, 2, *given)
 
     def program(comm):
         with Group.create(comm, config) as group:
             ids, tokens, weights = (of_ranks[comm.rank] for of_ranks in given)
-            out = gin_program.pair(gin_program.pair_handle(group, layout), high_throughput, layout, tokens, ids, weights)
+            out = gin_program.pair(group, gin_program.pair_handle(group, layout), layout, tokens, ids, weights)
             gin_program.equal(out, want[comm.rank], f"rank {comm.rank}")
             return int(out.abs().sum() > 0)
 

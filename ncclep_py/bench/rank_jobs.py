@@ -100,8 +100,8 @@ def _subject(comm: Communicator, job: PairJob) -> Any:
 def _reset_peak(gpu: bool) -> None:
     import torch
 
-    gc.collect()   # windows go with the last tensor over them
     if gpu:
+        gc.collect()   # windows go with the last tensor over them
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
